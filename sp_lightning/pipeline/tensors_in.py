@@ -21,12 +21,12 @@ from threading import local
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
 
+numpy: Any = sys.modules["numpy"]  # torch imports it
 _PLAIN = frozenset({
     type(None), bool, int, float, complex, str, bytes, type, CodeType, ModuleType,
     torch.dtype, torch.device, torch.Size,

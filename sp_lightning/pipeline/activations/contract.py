@@ -25,7 +25,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline.activations.looks import is_small_buffer, may_change
+from sp_lightning.pipeline.activations.looks import is_small_buffer, may_change, version_of
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
@@ -55,27 +55,6 @@ def requiring_gradients(flags: Iterable[tuple[Tensor, bool]]) -> Iterator[None]:
                 tensor.requires_grad_(flag)
 
 
-class Watched:
-    """Tensors that stand for themselves in a second forward, with their versions and what required a gradient."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        with without_torch_function():
-            self._known = [
-                (tensor, tensor._version, tensor.requires_grad) for tensor in tensors if not tensor.is_inference()
-            ]
-
-    @property
-    def are_changed(self) -> bool:
-        """Whether one was changed in place since."""
-        with without_torch_function():
-            return any(tensor._version != version for tensor, version, _ in self._known)
-
-    @property
-    def flags(self) -> list[tuple[Tensor, bool]]:
-        """Those that can be frozen, and whether they required a gradient."""
-        return [(tensor, flag) for tensor, _, flag in self._known if tensor.is_leaf]
-
-
 class Inputs:
     """The arguments of a unit's call, with tensors held as autograd would have saved them.
 
@@ -92,16 +71,14 @@ class Inputs:
         plain = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
         self.storages = set(map(storage_key, plain))
         self.held = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
-        weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        # versions of masters tell nothing, as optimizers step them
-        self.weights = Watched(weight for weight in weights if not _is_master(weight))
+        self.weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         # what is given that may change, as a cache does
         self.changeable = next((type(leaf).__name__ for leaf in leaves if may_change(leaf)), None)
 
     @property
     def are_changed(self) -> bool:
         """Whether a tensor among the arguments was changed in place since the call."""
-        return any(held.is_changed for held in self.held) or self.weights.are_changed
+        return any(held.is_changed for held in self.held)
 
     def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for another call."""
@@ -114,10 +91,6 @@ class Inputs:
         return args, kwargs
 
 
-def _is_master(value: Tensor) -> bool:
-    return isinstance(value, CopiedPlainly) and not isinstance(value, TwinParameter)
-
-
 def _is_data(value: Any) -> bool:
     """Tell whether an argument is a tensor that autograd could save, and not a weight."""
     if isinstance(value, nn.Parameter):
@@ -128,11 +101,11 @@ def _is_data(value: Any) -> bool:
 class Surroundings:
     """What a forward finds besides inputs and weights: random generators, settings around it, modes, and buffers.
 
-    Small buffers are copied, as BatchNorm changes its statistics without a version. Of others the version is known, and
-    of parameters that the engine does not manage.
+    Small buffers are copied, as BatchNorm changes its statistics without a version. Of others the version is known, as
+    of weights that are given, and of parameters that the engine does not manage.
     """
 
-    def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, device: torch.device, modules: Sequence[nn.Module], weights: Iterable[nn.Parameter]) -> None:
         self._device = device
         self._api = None if device.type == "cpu" else torch.get_device_module(device)
         self._random = torch.get_rng_state()
@@ -148,7 +121,9 @@ class Surroundings:
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
         # not the modules' own dictionaries: what lies there may lead to the graph that leads here
         self._modules: list[tuple[ref[nn.Module], bool, dict[str, Tensor | None]]] = []
-        watched: list[Tensor] = []
+        # versions of masters tell nothing, as optimizers step them
+        watched: list[Tensor] = [weight for weight in weights if isinstance(weight, TwinParameter)]
+        watched += [weight for weight in weights if not isinstance(weight, CopiedPlainly)]
         for module in modules:
             buffers = {name: _copy_of_small(buffer) for name, buffer in module._buffers.items()}
             self._modules.append((ref(module), module.training, buffers))
@@ -157,12 +132,14 @@ class Surroundings:
             ]
             parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
             watched += [parameter for parameter in parameters if not isinstance(parameter, CopiedPlainly)]
-        self._watched = Watched(watched)
+        with without_torch_function():
+            self._watched = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in watched]
 
     @property
     def are_changed(self) -> bool:
         """Whether a large buffer, or a parameter that is not managed, was changed in place since."""
-        return self._watched.are_changed
+        with without_torch_function():
+            return any(version_of(tensor) != version for tensor, version, _ in self._watched)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -179,33 +156,31 @@ class Surroundings:
             scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
-            scopes.enter_context(requiring_gradients(self._watched.flags))
+            flags = [(tensor, flag) for tensor, _, flag in self._watched if tensor.is_leaf]
+            scopes.enter_context(requiring_gradients(flags))
+            found = []
+            scopes.callback(_leave_as_found, found)
             for reference, training, buffers in self._modules:
                 module = reference()
                 if module is not None:  # else it was replaced since
-                    found = dict(vars(module)), dict(module._parameters), dict(module._buffers)
-                    scopes.callback(_leave_as_found, module, *found)
+                    found.append((module, {**vars(module)}, {**module._parameters}, {**module._buffers}))
                     vars(module)["training"] = training
                     module._buffers.clear()
                     module._buffers.update({name: _copy_of_small(buffer) for name, buffer in buffers.items()})
             yield
 
 
-def _leave_as_found(
-    module: nn.Module,
-    attributes: dict[str, Any],
-    parameters: dict[str, nn.Parameter | None],
-    buffers: dict[str, Tensor | None],
-) -> None:
-    """Give a module the attributes that it had before a second forward, which may have ended halfway."""
-    current = vars(module)
-    for name in current.keys() - attributes.keys():
-        del current[name]
-    current.update(attributes)
-    module._buffers.clear()
-    module._buffers.update(buffers)
-    # not those that are there: they may be others by now, as they are sent in another dtype
-    module._parameters.update({name: value for name, value in parameters.items() if name not in module._parameters})
+def _leave_as_found(found: Iterable[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]]) -> None:
+    """Give modules the attributes that they had before a second forward, which may have ended halfway."""
+    for module, attributes, parameters, buffers in found:
+        current = vars(module)
+        for name in current.keys() - attributes:
+            del current[name]
+        current.update(attributes)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+        # not those that are there: they may be others by now, as they are sent in another dtype
+        module._parameters.update({**parameters, **module._parameters})
 
 
 def _copy_of_small(buffer: Tensor | None) -> Tensor | None:

@@ -18,14 +18,14 @@ import io
 import logging
 import pickle
 import random
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from threading import Lock, RLock
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import CallableProxyType, ProxyType, ref
 
-import numpy
 import torch
 from torch import Tensor, fx, nn
 
@@ -33,9 +33,11 @@ from sp_lightning.pipeline.tensors_in import STATE_OF_MODULES
 from sp_lightning.pipeline.torch_private import parts_of, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
+numpy: Any = sys.modules["numpy"]  # torch imports it
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED_BYTES = 1 << 24  # of a tensor, in a look
-_MOST_OBJECTS = 100_000  # in a picture; what leads to more, as to a whole Trainer, counts as changed
+# in a picture; what leads to more objects, as to a whole Trainer, and an array with more bytes, counts as changed
+_MOST_OBJECTS, _MOST_BYTES = 100_000, 1 << 28
 # what cannot change
 _PLAIN = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.layout,
@@ -84,12 +86,8 @@ class Look:
     def __init__(self, modules: Sequence[nn.Module], given: Sequence[Any]) -> None:
         self._modules = modules
         self._given = [value for value in given if not may_change(value)]  # as for others, the unit keeps anyway
-        self._large = [
-            buffer
-            for module in modules
-            for buffer in module._buffers.values()
-            if buffer is not None and not is_small_buffer(buffer)
-        ]
+        buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+        self._large = [buffer for buffer in buffers if not is_small_buffer(buffer)]
         self._seen: list[Any] = []  # held, so that no other object gets the identity of one
         self._before = dict(self._read())
 
@@ -114,8 +112,7 @@ class Look:
             for name, parameter in module._parameters.items():
                 does = f"changes or replaces its parameter {name!r}"
                 # a weight of ours is there as its master or as its twin
-                is_ours = isinstance(parameter, CopiedPlainly)
-                yield (number, does), is_ours or self._picture(parameter)
+                yield (number, does), isinstance(parameter, CopiedPlainly) or self._picture(parameter)
             state = attributes_of(module)
             state["[...]"] = _items_of(module)
             for name, value in state.items():
@@ -154,20 +151,22 @@ class _Reader(pickle.Pickler):
         if kind is torch.Generator:
             return value.get_state().numpy().tobytes()
         if kind is numpy.ndarray and not value.dtype.hasobject:
+            if value.nbytes > _MOST_BYTES:
+                raise pickle.PicklingError("it is too large to compare")
             return str(value.dtype), value.shape, _digest(value)
         if id(value) in self.known or isinstance(value, CopiedPlainly) or _stands_for_itself(value):
             self.seen.append(value)
-            return id(value), _version(value) if isinstance(value, Tensor) else 0
+            return id(value), version_of(value) if isinstance(value, Tensor) else 0
         return None
 
     def reducer_override(self, value: Any) -> Any:
         """Return the parts of an object's picture, as its reduction: what it keeps back is in it, too."""
         self.seen.append(value)
-        state: list[Any] = [id(value), attributes_of(value)]
+        state: list[Any] = [attributes_of(value)]
         if isinstance(value, Tensor):
-            state += [_version(value), tuple(value.shape), [*map(_digest_of_tensor, parts_of(value))]]
+            state += [id(value), version_of(value), tuple(value.shape), [*map(_digest_of_tensor, parts_of(value))]]
         elif isinstance(value, nn.Module):
-            state.append(_items_of(value))
+            state += [id(value), _items_of(value)]
         else:
             reduce = copyreg.dispatch_table.get(type(value))
             own = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
@@ -180,11 +179,9 @@ def _object_of() -> None:
     """Stand for what would make an object of a picture."""
 
 
-def _items_of(module: nn.Module) -> list[Any] | None:
-    """Return what a module holds that is a container, too."""
-    if isinstance(module, dict):
-        return list(module.items())
-    return list(module) if isinstance(module, (list, set)) else None
+def _items_of(module: nn.Module) -> list[Any]:
+    """Return what a module holds that is a dict, too."""
+    return list(module.items()) if isinstance(module, dict) else []
 
 
 def is_small_buffer(tensor: Tensor) -> bool:
@@ -192,14 +189,10 @@ def is_small_buffer(tensor: Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.nbytes <= _SMALL
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return a tensor's version; that of a master once what is under way with it is done, as for any other reader."""
-    if tensor.is_inference():
-        return 0
-    if isinstance(tensor, TwinParameter):
-        with without_torch_function():
-            return tensor._version
-    return tensor._version
+    with without_torch_function() if isinstance(tensor, TwinParameter) else nullcontext():
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def _digest_of_tensor(tensor: Tensor) -> bytes | None:
@@ -211,5 +204,5 @@ def _digest_of_tensor(tensor: Tensor) -> bytes | None:
         return _digest(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _digest(array: numpy.ndarray[Any, Any]) -> bytes:
+def _digest(array: Any) -> bytes:
     return hashlib.blake2b(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8).data).digest()

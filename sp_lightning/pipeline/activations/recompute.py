@@ -86,7 +86,7 @@ class UnitCall:
         modules = list(member.module.modules())
         looks = shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable
         self._look = Look(modules, pytree.tree_leaves((args, kwargs))) if looks else None
-        self._surroundings = Surroundings(shared.backend.device, modules)
+        self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
         self._state = self._state_of_module(self._twins)
         self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
         self._outputs: list[Tensor] | None = None  # numbers of them, if the second forward's are compared
@@ -216,9 +216,8 @@ class UnitCall:
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
         surroundings = self._surroundings.restored()
-        flags = self._inputs.weights.flags
-        for twin, was_trained in zip(twins, self._were_trained, strict=True):
-            flags += (twin.weight.master, was_trained), (twin.parameter, was_trained)
+        trained = zip(twins, self._were_trained, strict=True)
+        flags = [(tensor, flag) for twin, flag in trained for tensor in (twin.weight.master, twin.parameter)]
         is_other = False
         try:
             with (
