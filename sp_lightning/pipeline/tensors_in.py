@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.torch_private import contains_others, parts_of
+from sp_lightning.pipeline.torch_private import parts_of
 
 numpy: Any = sys.modules["numpy"]  # torch imports it
-_PLAIN = frozenset({
-    type(None), bool, int, float, complex, str, bytes, type, CodeType, ModuleType,
-    torch.dtype, torch.device, torch.Size,
-})  # fmt: skip
+NUMBERS_AND_TEXTS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)
+"""Types of values that refer to nothing, and do not change."""
+_PLAIN = NUMBERS_AND_TEXTS | {type, CodeType, ModuleType}
 _NUMPYS_AND_TORCHS = (
     numpy.generic, numpy.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme,
     torch.finfo, torch.iinfo, torch.Generator, torch.Stream, torch.Event,
@@ -73,7 +74,8 @@ def tensors_in(value: Any, hidden: list[Any] | None = None) -> list[Tensor]:
             waiting += item.values()
         elif isinstance(item, Tensor):
             found.append(item)
-            waiting += _behind(item)
+            waiting += item.__dict__.values()
+            waiting += parts_of(item)  # itself, if it is a plain one
         else:
             inner = _referents(item)
             if inner is not None:
@@ -81,13 +83,6 @@ def tensors_in(value: Any, hidden: list[Any] | None = None) -> list[Tensor]:
             elif hidden is not None:
                 hidden.append(item)
     return found
-
-
-def _behind(tensor: Tensor) -> Iterable[Any]:
-    attributes = tensor.__dict__.values()
-    if tensor.layout is torch.strided and not contains_others(tensor):
-        return attributes
-    return *attributes, *parts_of(tensor)
 
 
 def _referents(item: Any) -> Iterable[Any] | None:

@@ -24,31 +24,26 @@ from contextlib import nullcontext, suppress
 from threading import Lock, RLock
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
-from weakref import CallableProxyType, ProxyType, ref
+from weakref import ProxyType, ref
 
 import torch
 from torch import Tensor, fx, nn
 
-from sp_lightning.pipeline.tensors_in import STATE_OF_MODULES
+from sp_lightning.pipeline.tensors_in import NUMBERS_AND_TEXTS, STATE_OF_MODULES
 from sp_lightning.pipeline.torch_private import parts_of, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
 numpy: Any = sys.modules["numpy"]  # torch imports it
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED_BYTES = 1 << 24  # of a tensor, in a look
-# in a picture; what leads to more objects, as to a whole Trainer, and an array with more bytes, counts as changed
-_MOST_OBJECTS, _MOST_BYTES = 100_000, 1 << 28
-# what cannot change
-_PLAIN = frozenset({
-    type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size, type(...), type(NotImplemented),
-})  # fmt: skip
+_MOST_OBJECTS = 100_000  # in a picture; what leads to more, as to a whole Trainer, counts as changed
+_PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}
 # what may have a state in which no forward is interested, or that nobody sees
 _BY_IDENTITY = (
     type, enum.Enum, ModuleType, FunctionType, logging.Logger, torch._ops.OperatorBase, torch._ops.OpOverloadPacket,
     torch.Stream, torch.Event, fx.Graph,
 )  # fmt: skip
-_EXACTLY_BY_IDENTITY = frozenset({ref, ProxyType, CallableProxyType, type(Lock()), type(RLock()), object})
+_EXACTLY_BY_IDENTITY = frozenset({ref, ProxyType, type(Lock()), type(RLock()), object})
 
 
 def may_change(value: Any) -> bool:
@@ -151,8 +146,6 @@ class _Reader(pickle.Pickler):
         if kind is torch.Generator:
             return value.get_state().numpy().tobytes()
         if kind is numpy.ndarray and not value.dtype.hasobject:
-            if value.nbytes > _MOST_BYTES:
-                raise pickle.PicklingError("it is too large to compare")
             return str(value.dtype), value.shape, _digest(value)
         if id(value) in self.known or isinstance(value, CopiedPlainly) or _stands_for_itself(value):
             self.seen.append(value)
