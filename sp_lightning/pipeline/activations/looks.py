@@ -14,7 +14,6 @@ from __future__ import annotations
 import copyreg
 import enum
 import hashlib
-import io
 import logging
 import pickle
 import random
@@ -22,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from threading import Lock, RLock
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ProxyType, ref
 
@@ -36,6 +35,7 @@ from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 numpy: Any = sys.modules["numpy"]  # torch imports it
 _SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED_BYTES = 1 << 24  # of a tensor, in a look
+_PROTOCOL = 5
 _MOST_OBJECTS = 100_000  # in a picture; what leads to more, as to a whole Trainer, counts as changed
 _PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}
 # what may have a state in which no forward is interested, or that nobody sees
@@ -116,16 +116,15 @@ class Look:
                     yield (number, does), self._picture(value)
 
     def _picture(self, value: Any) -> object:
-        file = io.BytesIO()
-        reader = _Reader(file)
+        digest = hashlib.blake2b()
+        reader = _Reader(SimpleNamespace(write=digest.update), protocol=_PROTOCOL)
         reader.seen = self._seen
         reader.known = set(map(id, self._modules))
         try:
-            with torch.no_grad():
-                reader.dump(value)
+            reader.dump(value)
         except Exception:  # whatever a class's own code raises
             return object()  # which is equal to no other
-        return hashlib.blake2b(file.getbuffer()).digest()
+        return digest.digest()
 
 
 class _Reader(pickle.Pickler):
@@ -145,8 +144,6 @@ class _Reader(pickle.Pickler):
             raise pickle.PicklingError("there is too much to compare")
         if kind is torch.Generator:
             return value.get_state().numpy().tobytes()
-        if kind is numpy.ndarray and not value.dtype.hasobject:
-            return str(value.dtype), value.shape, _digest(value)
         if id(value) in self.known or isinstance(value, CopiedPlainly) or _stands_for_itself(value):
             self.seen.append(value)
             return id(value), version_of(value) if isinstance(value, Tensor) else 0
@@ -162,7 +159,7 @@ class _Reader(pickle.Pickler):
             state += [id(value), _items_of(value)]
         else:
             reduce = copyreg.dispatch_table.get(type(value))
-            own = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
+            own = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
             # a name, or a tuple in which items come by iterators
             state.append(own if isinstance(own, str) else [*own[:3], *map(list, filter(None, own[3:5]))])
         return _object_of, (), state
@@ -194,8 +191,4 @@ def _digest_of_tensor(tensor: Tensor) -> bytes | None:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.nbytes > _COMPARED_BYTES:
             return None
         plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu()
-        return _digest(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _digest(array: Any) -> bytes:
-    return hashlib.blake2b(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8).data).digest()
+        return hashlib.blake2b(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
