@@ -93,8 +93,7 @@ def _referents(item: Any) -> Iterable[Any] | None:
     if kind is FunctionType:
         return item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__
     if kind is FrameType:
-        shared = {id(item.f_globals), id(item.f_builtins), id(item.f_back)}
-        return [inner for inner in gc.get_referents(item) if id(inner) not in shared]
+        return item.f_locals.values()
     if issubclass(kind, nn.Module):
         return [inner for name, inner in vars(item).items() if name not in _NOT_SEARCHED]
     if issubclass(kind, numpy.ndarray):

@@ -16,7 +16,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -128,13 +128,7 @@ def contains_others(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
-_PARTS_OF_SPARSE = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
+_PARTS_OF_SPARSE = ("_indices", "_values", "crow_indices", "ccol_indices", "col_indices", "row_indices", "values")
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -146,10 +140,13 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
         container: Any = tensor
         names, _ = container.__tensor_flatten__()
         return [part for name in names for part in parts_of(getattr(tensor, name))]
-    if tensor.layout not in _PARTS_OF_SPARSE:
+    if tensor.layout is torch.strided:
         return [tensor]
-    values = tensor.detach()
-    return [getattr(values, name)() for name in _PARTS_OF_SPARSE[tensor.layout]]
+    parts = []
+    for name in _PARTS_OF_SPARSE:
+        with suppress(RuntimeError):  # not of this layout
+            parts.append(getattr(tensor.detach(), name)())
+    return parts
 
 
 _PLAIN = (Tensor, nn.Parameter)

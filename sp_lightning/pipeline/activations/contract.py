@@ -43,16 +43,14 @@ _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
 @contextmanager
 def requiring_gradients(flags: Iterable[tuple[Tensor, bool]]) -> Iterator[None]:
     """Have tensors require a gradient, or not, for the duration of the block."""
-    with without_torch_function():
-        changed = [(tensor, tensor.requires_grad) for tensor, flag in flags if tensor.requires_grad != flag]
-        for tensor, flag in changed:
-            tensor.requires_grad_(not flag)
+    changed = [(tensor, flag) for tensor, flag in flags if tensor.requires_grad != flag]
+    for tensor, flag in changed:
+        tensor.requires_grad_(flag)
     try:
         yield
     finally:
-        with without_torch_function():
-            for tensor, flag in changed:
-                tensor.requires_grad_(flag)
+        for tensor, flag in changed:
+            tensor.requires_grad_(not flag)
 
 
 class Inputs:
@@ -122,8 +120,9 @@ class Surroundings:
         # not the modules' own dictionaries: what lies there may lead to the graph that leads here
         self._modules: list[tuple[ref[nn.Module], bool, dict[str, Tensor | None]]] = []
         # versions of masters tell nothing, as optimizers step them
-        watched: list[Tensor] = [weight for weight in weights if isinstance(weight, TwinParameter)]
-        watched += [weight for weight in weights if not isinstance(weight, CopiedPlainly)]
+        watched: list[Tensor] = [
+            weight for weight in weights if isinstance(weight, TwinParameter) or not isinstance(weight, CopiedPlainly)
+        ]
         for module in modules:
             buffers = {name: _copy_of_small(buffer) for name, buffer in module._buffers.items()}
             self._modules.append((ref(module), module.training, buffers))
@@ -174,8 +173,7 @@ def _leave_as_found(found: Iterable[tuple[nn.Module, dict[str, Any], dict[str, A
     """Give modules the attributes that they had before a second forward, which may have ended halfway."""
     for module, attributes, parameters, buffers in found:
         current = vars(module)
-        for name in current.keys() - attributes:
-            del current[name]
+        current.clear()
         current.update(attributes)
         module._buffers.clear()
         module._buffers.update(buffers)

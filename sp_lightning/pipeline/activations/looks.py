@@ -65,8 +65,10 @@ def _stands_for_itself(value: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots as well."""
+    """Return the attributes of an object, those in slots as well, and what it holds as a dict."""
     found = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, dict):
+        found["[...]"] = list(value.items())
     for kind in type(value).__mro__:
         for name, member in vars(kind).items():
             if type(member) is MemberDescriptorType:
@@ -104,13 +106,9 @@ class Look:
         yield (0, "changes a large buffer in place"), self._picture(self._large)
         for number, module in enumerate(self._modules):
             yield (number, "replaces a part of itself"), [*map(id, module._modules.values())]
-            for name, parameter in module._parameters.items():
-                does = f"changes or replaces its parameter {name!r}"
-                # a weight of ours is there as its master or as its twin
-                yield (number, does), isinstance(parameter, CopiedPlainly) or self._picture(parameter)
-            state = attributes_of(module)
-            state["[...]"] = _items_of(module)
-            for name, value in state.items():
+            # a weight of ours is there as its master or as its twin
+            others = {name: value for name, value in module._parameters.items() if not isinstance(value, CopiedPlainly)}
+            for name, value in {**others, **attributes_of(module)}.items():
                 if name not in STATE_OF_MODULES:
                     does = f"changes its attribute {name!r} (or that cannot be pickled, to be compared)"
                     yield (number, does), self._picture(value)
@@ -156,22 +154,13 @@ class _Reader(pickle.Pickler):
         if isinstance(value, Tensor):
             state += [id(value), version_of(value), tuple(value.shape), [*map(_digest_of_tensor, parts_of(value))]]
         elif isinstance(value, nn.Module):
-            state += [id(value), _items_of(value)]
+            state.append(id(value))
         else:
             reduce = copyreg.dispatch_table.get(type(value))
             own = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
             # a name, or a tuple in which items come by iterators
             state.append(own if isinstance(own, str) else [*own[:3], *map(list, filter(None, own[3:5]))])
-        return _object_of, (), state
-
-
-def _object_of() -> None:
-    """Stand for what would make an object of a picture."""
-
-
-def _items_of(module: nn.Module) -> list[Any]:
-    """Return what a module holds that is a dict, too."""
-    return list(module.items()) if isinstance(module, dict) else []
+        return list, (), state  # which nobody makes
 
 
 def is_small_buffer(tensor: Tensor) -> bool:
