@@ -93,7 +93,7 @@ def _referents(item: Any) -> Iterable[Any] | None:
     if kind is FunctionType:
         return item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__
     if kind is FrameType:
-        return item.f_locals.values()
+        return (item.f_locals,)
     if issubclass(kind, nn.Module):
         return [inner for name, inner in vars(item).items() if name not in _NOT_SEARCHED]
     if issubclass(kind, numpy.ndarray):

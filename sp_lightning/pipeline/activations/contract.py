@@ -157,7 +157,7 @@ class Surroundings:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
             flags = [(tensor, flag) for tensor, _, flag in self._watched if tensor.is_leaf]
             scopes.enter_context(requiring_gradients(flags))
-            found = []
+            found: list[tuple[Any, ...]] = []
             scopes.callback(_leave_as_found, found)
             for reference, training, buffers in self._modules:
                 module = reference()
@@ -169,8 +169,8 @@ class Surroundings:
             yield
 
 
-def _leave_as_found(found: Iterable[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]]) -> None:
-    """Give modules the attributes that they had before a second forward, which may have ended halfway."""
+def _leave_as_found(found: Iterable[tuple[Any, ...]]) -> None:
+    """Give modules back the attributes, parameters and buffers that a second forward found, which may end halfway."""
     for module, attributes, parameters, buffers in found:
         current = vars(module)
         current.clear()
