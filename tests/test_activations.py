@@ -25,6 +25,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.activations.contract import are_other, numbers_of
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.planning import AutoPlanner
 
@@ -151,6 +152,37 @@ class MovesBuffers(Block):
         return torch.tanh(self.batch_norm(super().forward(x)) * self.scale + self.ema)
 
 
+class MakesBuffers(Block):
+    """Has a buffer only once it was called, another one that is None until then, and a mode that it switches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "calls"):
+            self.register_buffer("calls", torch.zeros(()))
+        self.calls += 1
+        self.mean = x.detach().mean(0) if self.mean is None else self.mean * 0.9 + x.detach().mean(0)
+        y = self.drop(super().forward(x + self.mean)) * self.calls
+        self.drop.train(not self.drop.training)
+        return y
+
+
+class Rearranges(Block):
+    """Has a tensor in place of its weight until it has saved all: a forward that ends then leaves it there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.up.weight
+        del self.up.weight
+        self.up.weight = weight * 0.9
+        y = super().forward(x)
+        del self.up.weight
+        self.up.weight = weight
+        return y
+
+
 class Sparse(Block):
     """Has a sparse buffer, and makes up others: no storage, no `nbytes` and no bytes to add up."""
 
@@ -182,7 +214,7 @@ class Reading(Block):
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("kind", [MovesBuffers, Sparse, Reading])
+@pytest.mark.parametrize("kind", [MovesBuffers, MakesBuffers, Rearranges, Sparse, Reading])
 def test_buffers_move_once_and_random_numbers_are_the_same(kind: type[nn.Module], policy: str) -> None:
     """A second forward begins with those of the first, and leaves all as it finds it."""
 
@@ -249,6 +281,52 @@ class ChangesALargeBuffer(Block):
         return super().forward(x) * self.table[0]
 
 
+class WritesPastVersions(ChangesALargeBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.data.add_(1)
+        return Block.forward(self, x) * self.table[0]
+
+
+class WritesToStrided(Block):
+    """Has a parameter that is not streamed, as its memory is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stat = nn.Parameter(torch.zeros(WIDTH, 2)[:, 0], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.stat += x.mean(0)
+        return super().forward(x)
+
+
+class Swaps(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Tanh(), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one, self.other = self.other, self.one
+        return self.one(super().forward(x))
+
+
+class CountsInASlot(Block):
+    __slots__ = ("calls",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) * self.calls
+
+
+class CountsInItself(Block, dict):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def forward(self, x: Tensor) -> Tensor:
+        self["calls"] = self.get("calls", 0) + 1
+        return super().forward(x) * self["calls"]
+
+
 class Draws(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (random.random() + numpy.random.rand())
@@ -307,6 +385,11 @@ class Starting(Chain):
         (ChangesItsInput, "changes its input in place"),
         (ChangesItsWeight, "changes its weights in place"),
         (ChangesALargeBuffer, "changes a large buffer in place"),
+        (WritesPastVersions, "changes a large buffer in place"),
+        (WritesToStrided, "in place, or a parameter that is not streamed"),
+        (Swaps, "replaces a part of itself"),
+        (CountsInASlot, "changes its attribute 'calls'"),
+        (CountsInItself, r"changes its attribute '\[...\]'"),
         (Draws, "draws random numbers that are not torch's"),
         (KeepsALoss, "changes its attribute 'balance'"),
         (Hooked, "has forward hooks"),
@@ -334,6 +417,68 @@ def test_activations_of_units_that_cannot_run_twice_are_kept(kind: type[nn.Modul
 
     build: Callable[[], nn.Module] = lambda: Starting([Block(), kind(), kind(), Block()])  # noqa: E731
     assert_same_story(story, build, activations="recompute")
+
+
+@pytest.mark.parametrize(
+    ("before", "between"),
+    [
+        (lambda block: None, lambda block: block.requires_grad_(False)),
+        (lambda block: block.up.requires_grad_(False), lambda block: block.requires_grad_(True)),
+        (lambda block: None, lambda block: block.eval()),
+    ],
+    ids=["frozen", "thawed", "evaluated"],
+)
+def test_flags_and_modes_are_those_of_the_first_forward(
+    before: Callable[[nn.Module], object], between: Callable[[nn.Module], object]
+) -> None:
+    """A second forward saves what the first one did, and leaves them as they are by then."""
+
+    def story(run: Run) -> None:
+        for step in range(3):
+            before(run.model.blocks[1])
+            with run.step():
+                loss = run.model(run.rows(step)).square().mean()
+                between(run.model.blocks[1])
+                loss.backward()
+            note_gradients(run.trace, f"step {step}", dict(run.model.named_parameters()))
+            run.model.requires_grad_(True).train().zero_grad()
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 3 + 2 + 2
+
+    assert_same_story(story, lambda: Chain(Block(dropout=0.5) for _ in range(3)), activations="recompute")
+
+
+class ReturnsMore(Block):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y if switch["value"] == 0 else (y, -y)
+
+
+def test_another_number_of_outputs_is_something_else() -> None:
+    with attached(Chain([Block(), ReturnsMore()]), activations="recompute") as pipe, pipe.step():
+        loss = pipe.module(Run.rows(0)).sum()
+        switch["value"] = 1
+        with pytest.raises(RuntimeError, match="'blocks.1' has computed something else .*an attribute that was set"):
+            loss.backward()
+    switch["value"] = 0
+
+
+def test_outputs_are_compared_whole() -> None:
+    """Imaginary parts, what sparse tensors and subclasses lie in, and other shapes or dtypes."""
+    ones = torch.ones(2, 2)
+    for first, second in [
+        (ones + 1j, ones + 6j),
+        (ones.to_sparse(), (2 * ones).to_sparse()),
+        (ones.as_subclass(Subclass), (2 * ones).as_subclass(Subclass)),
+        (ones, ones[0]),
+        (ones, ones.double()),
+    ]:
+        assert not are_other(numbers_of(first), numbers_of(first))
+        assert are_other(numbers_of(first), numbers_of(second))
+
+
+class Subclass(Tensor):
+    pass
 
 
 switch = {"value": 0}  # a global variable

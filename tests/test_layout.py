@@ -32,7 +32,7 @@ ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "averages",
     "stream", "optimizer", "calls", "whole",
 ]  # fmt: skip
-BASICS = {"options", "stats", "host_memory", "torch_private", "operands"}
+BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "tensors_in"}
 
 
 def modules(folder: Path) -> list[Path]:

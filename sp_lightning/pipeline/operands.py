@@ -1,4 +1,4 @@
-"""Operations that `__torch_function__` is told of, and tensors among their operands and in what a module returns."""
+"""Operations that `__torch_function__` is told of, and the tensors among their operands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 ON_DEVICE = {"device", "is_cuda", "is_xpu", "is_mps", "is_cpu", "get_device"}
@@ -56,25 +56,6 @@ def instances_in(value: Any, kind: type) -> Iterator[Any]:
 def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) -> Any:
     """Return a value with the instances of a class replaced that lie in containers which torch's pytree knows."""
     return pytree.tree_map_only(kind, substitute, value)
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """Return all tensors in a module's output: in containers, and in objects such as a dataclass."""
-    if isinstance(output, Tensor):
-        return [output]
-    found: list[Tensor] = []
-    _collect(output, found, set())
-    return found
-
-
-def _collect(output: Any, found: list[Tensor], seen: set[int]) -> None:
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif id(leaf) not in seen and not (isinstance(leaf, type | nn.Module) or callable(leaf)):
-            seen.add(id(leaf))
-            items = leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, list) else ()
-            _collect([*items, *getattr(leaf, "__dict__", {}).values()], found, seen)
 
 
 def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:

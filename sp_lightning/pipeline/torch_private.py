@@ -16,7 +16,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -171,13 +171,25 @@ def contains_others(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
+_PARTS_OF_SPARSE = ("_indices", "_values", "crow_indices", "ccol_indices", "col_indices", "row_indices", "values")
+
+
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor consists of: those that it contains, or only itself."""
-    if not contains_others(tensor):
+    """Return the plain tensors that a tensor consists of: those that it contains, or only itself.
+
+    A sparse one has no storage. What it lies in has a public name only for some layouts, and if it is coalesced.
+    """
+    if contains_others(tensor):
+        container: Any = tensor
+        names, _ = container.__tensor_flatten__()
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
+    if tensor.layout is torch.strided:
         return [tensor]
-    container: Any = tensor
-    names, _ = container.__tensor_flatten__()
-    return [part for name in names for part in parts_of(getattr(tensor, name))]
+    parts = []
+    for name in _PARTS_OF_SPARSE:
+        with suppress(RuntimeError):  # not of this layout
+            parts.append(getattr(tensor.detach(), name)())
+    return parts
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -194,6 +206,15 @@ def storage_key(tensor: Tensor) -> int:
     except (NotImplementedError, RuntimeError, ValueError):
         return 0
     return key
+
+
+def alias_count(key: int) -> int:
+    """Return how many tensors lie in a storage, by its identity; Python sees only those that are objects.
+
+    Torch counts the storage's own object as well, once there is one.
+    """
+    alone = torch.empty(1)
+    return torch._C._storage_Use_Count(key) - torch._C._storage_Use_Count(storage_key(alone)) + 1
 
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

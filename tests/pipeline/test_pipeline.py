@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.optim import SGD
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.dlpack import to_dlpack
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
@@ -232,24 +234,62 @@ def test_a_backward_after_the_end_says_so(activations: str) -> None:
         loss.backward()
 
 
-class Prior(nn.Module):
-    """A distribution of its own weights: they leave the module inside of an object."""
+class Returns(nn.Module):
+    """Returns something that holds its weight."""
 
-    def __init__(self, clones: bool) -> None:
+    def __init__(self, holder: Callable[[nn.Parameter], Any]) -> None:
         super().__init__()
         self.mean = nn.Parameter(torch.randn(8))
-        self.clones = clones
+        self.holder = holder
 
-    def forward(self) -> Normal:
-        return Normal(self.mean.clone() if self.clones else self.mean, 1.0)
+    def forward(self) -> Any:
+        return self.holder(self.mean)
 
 
-def test_a_weight_that_leaves_its_unit_in_an_object_is_refused() -> None:
+DIAGONAL = torch.arange(8)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    ("holder", "read"),
+    [
+        (lambda mean: {"a": (mean,)}, lambda output: output["a"][0]),
+        (lambda mean: Normal(mean.clone(), 1.0), lambda output: output.mean),
+        (lambda mean: torch.sparse_coo_tensor(DIAGONAL[None], mean, (8,)), torch.Tensor.to_dense),
+        (lambda mean: torch.sparse_csr_tensor(torch.arange(9), DIAGONAL, mean, (8, 8)), lambda output: output.values()),
+        (lambda mean: TwoTensor(torch.ones(8), mean.detach()), lambda output: output.b),
+    ],
+    ids=["dict", "clone in an object", "sparse", "CSR", "second of two tensors"],
+)
+def test_a_weight_that_leaves_its_unit_is_cloned(
+    holder: Callable[[nn.Parameter], Any], read: Callable[[Any], Tensor]
+) -> None:
     """Its place will hold other weights by the time that somebody looks."""
-    model = nn.ModuleList(Prior(clones) for clones in (True, False))
-    with attached(model, k=1, units=Prior):
-        assert model[0]().log_prob(torch.ones(8)).shape == (8,)
-        with pytest.raises(RuntimeError, match="'1' returns one of its weights in an object.*Return a clone"):
+    model = nn.ModuleList(Returns(holder) for _ in range(4))
+    expected = [unit.mean.detach().clone() for unit in model]
+    with attached(model, k=1, units=Returns) as pipeline, pipeline.step():
+        assert all(map(torch.equal, map(read, [unit() for unit in model]), expected))
+
+
+@pytest.mark.parametrize(
+    ("holder", "message"),
+    [
+        (lambda mean: Normal(mean, 1.0), "one of its weights in an object.*Return a clone"),
+        (lambda mean: partial(torch.add, other=mean), "one of its weights in an object.*Return a clone"),
+        (lambda mean: mean.detach().numpy(), "one of its weights in an object.*Return a clone"),
+        (lambda mean: to_dlpack(mean.detach()), "class 'PyCapsule', which cannot be searched.*as tensors"),
+        (lambda mean: to_dlpack(torch.ones(2)), None),
+    ],
+    ids=["object", "partial", "numpy", "hidden", "hidden, but nothing has a view of it"],
+)
+def test_a_weight_that_leaves_its_unit_in_an_object_is_refused(
+    holder: Callable[[nn.Parameter], Any], message: str | None
+) -> None:
+    model = nn.ModuleList([Returns(Tensor.clone), Returns(holder)])
+    refused = nullcontext() if message is None else pytest.raises(RuntimeError, match=f"'1' returns .*{message}")
+    with attached(model, k=1, units=Returns):
+        model[0]()
+        with refused:
             model[1]()
 
 

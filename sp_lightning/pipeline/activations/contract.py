@@ -1,58 +1,56 @@
 """What a forward that runs again in backward is promised: the contract of `torch.utils.checkpoint`, and no more.
 
-Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. Buffers are,
-too, and move once, so that BatchNorm counts a batch once. What else a forward may change is not simulated.
+Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. So are its
+modules' buffers, also those that there were not yet, and modes (`train()`, `eval()`), and what required a gradient.
+All of it moves once, so that BatchNorm counts a batch once. What else a forward may change is not simulated.
 
 [Note: what may change]
 A forward runs again only if nothing is known to be in the way, and what is not known to be safe is in the way. What is
 given to a unit (a key/value cache, an iterator, a generator of random numbers) may change until backward, whoever does
-it: it has to be of a kind that cannot. What is kept on a unit's modules is compared by value, at any depth, around one
-of the first calls: by its pickle, in which tensors stand for themselves with their version. What has no pickle counts
-as changed, but for what has no value that a forward could change: locks, weak references, torch's own objects. What
-nobody can see in advance (a closure, a class's attribute, a module's global variable) shows in what the second forward
-returns.
+it: it has to be of a kind that cannot, a tensor whose version tells, or a module. What is kept on a unit's modules, and
+what it is given, is compared by value around its first calls (looks.py). What nobody can see in advance (a closure, a
+class's attribute, a module's global variable) shows in what the second forward returns.
 """
 
 from __future__ import annotations
 
-import enum
-import io
-import pickle
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Lock, RLock
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ProxyType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from sp_lightning.pipeline.activations.looks import is_small_buffer, may_change, version_of
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
-from sp_lightning.pipeline.operands import tensors_in
-from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.tensors_in import tensors_in
+from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
+from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
-_SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED = 1 << 16  # numbers of an output that are compared: all of a small one
-_PLAIN = (str, bytes, int, float, complex, type(None), frozenset, range, slice, torch.dtype, torch.device)
-# what stands for itself: others look at it (tensors, modules), nobody sees how it changes (functions), or it does not
-_BY_IDENTITY = (
-    type, enum.Enum, ModuleType, FunctionType, nn.Module, Tensor, ref, ProxyType, type(Lock()), type(RLock()),
-)  # fmt: skip
-_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
-_OF_TORCH = frozenset({*vars(nn.Module()), *_OF_RNNS})
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: cuda.math_sdp_enabled,
     SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
 }
+
+
+@contextmanager
+def requiring_gradients(flags: Iterable[tuple[Tensor, bool]]) -> Iterator[None]:
+    """Have tensors require a gradient, or not, for the duration of the block."""
+    changed = [(tensor, flag) for tensor, flag in flags if tensor.requires_grad != flag]
+    for tensor, flag in changed:
+        tensor.requires_grad_(flag)
+    try:
+        yield
+    finally:
+        for tensor, flag in changed:
+            tensor.requires_grad_(not flag)
 
 
 class Inputs:
@@ -71,8 +69,9 @@ class Inputs:
         plain = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
         self.storages = set(map(storage_key, plain))
         self.held = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
+        self.weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         # what is given that may change, as a cache does
-        self.changeable = next((type(leaf).__name__ for leaf in leaves if _may_change(leaf)), None)
+        self.changeable = next((type(leaf).__name__ for leaf in leaves if may_change(leaf)), None)
 
     @property
     def are_changed(self) -> bool:
@@ -98,12 +97,13 @@ def _is_data(value: Any) -> bool:
 
 
 class Surroundings:
-    """What a forward finds besides inputs and weights: random generators, settings around it, and buffers.
+    """What a forward finds besides inputs and weights: random generators, settings around it, modes, and buffers.
 
-    Small buffers are copied, as BatchNorm changes its statistics without a version. Of others the version is known.
+    Small buffers are copied, as BatchNorm changes its statistics without a version. Of others the version is known, as
+    of weights that are given, and of parameters that the engine does not manage.
     """
 
-    def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, device: torch.device, modules: Sequence[nn.Module], weights: Iterable[nn.Parameter]) -> None:
         self._device = device
         self._api = None if device.type == "cpu" else torch.get_device_module(device)
         self._random = torch.get_rng_state()
@@ -118,20 +118,27 @@ class Surroundings:
         self._default_device = torch.empty(0).device
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
         # not the modules' own dictionaries: what lies there may lead to the graph that leads here
-        self._buffers: list[tuple[ref[nn.Module], str, Tensor, int | None]] = []
+        self._modules: list[tuple[ref[nn.Module], bool, dict[str, Tensor | None]]] = []
+        # versions of masters tell nothing, as optimizers step them
+        watched: list[Tensor] = [
+            weight for weight in weights if isinstance(weight, TwinParameter) or not isinstance(weight, CopiedPlainly)
+        ]
         for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is None or is_lazy(buffer):
-                    continue
-                if buffer.layout is torch.strided and buffer.nbytes <= _SMALL:
-                    self._buffers.append((ref(module), name, _copy(buffer), None))
-                else:
-                    self._buffers.append((ref(module), name, buffer, _version(buffer)))
+            buffers = {name: _copy_of_small(buffer) for name, buffer in module._buffers.items()}
+            self._modules.append((ref(module), module.training, buffers))
+            watched += [
+                large for name, large in buffers.items() if large is not None and large is module._buffers[name]
+            ]
+            parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+            watched += [parameter for parameter in parameters if not isinstance(parameter, CopiedPlainly)]
+        with without_torch_function():
+            self._watched = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in watched]
 
     @property
     def are_changed(self) -> bool:
-        """Whether a large buffer was changed in place since."""
-        return any(version not in (None, _version(held)) for _, _, held, version in self._buffers)
+        """Whether a large buffer, or a parameter that is not managed, was changed in place since."""
+        with without_torch_function():
+            return any(version_of(tensor) != version for tensor, version, _ in self._watched)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -148,97 +155,53 @@ class Surroundings:
             scopes.enter_context(sdpa_kernel(self._kernels))
             for kind, dtype, enabled, cache in self._autocast:
                 scopes.enter_context(torch.autocast(kind, dtype, enabled, cache))
-            for reference, name, held, version in self._buffers:
+            flags = [(tensor, flag) for tensor, _, flag in self._watched if tensor.is_leaf]
+            scopes.enter_context(requiring_gradients(flags))
+            found: list[tuple[Any, ...]] = []
+            scopes.callback(_leave_as_found, found)
+            for reference, training, buffers in self._modules:
                 module = reference()
                 if module is not None:  # else it was replaced since
-                    scopes.callback(module._buffers.__setitem__, name, module._buffers.get(name))
-                    module._buffers[name] = _copy(held) if version is None else held
+                    found.append((module, {**vars(module)}, {**module._parameters}, {**module._buffers}))
+                    vars(module)["training"] = training
+                    module._buffers.clear()
+                    module._buffers.update({name: _copy_of_small(buffer) for name, buffer in buffers.items()})
             yield
 
 
-def _copy(buffer: Tensor) -> Tensor:
+def _leave_as_found(found: Iterable[tuple[Any, ...]]) -> None:
+    """Give modules back the attributes, parameters and buffers that a second forward found, which may end halfway."""
+    for module, attributes, parameters, buffers in found:
+        current = vars(module)
+        current.clear()
+        current.update(attributes)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+        # not those that are there: they may be others by now, as they are sent in another dtype
+        module._parameters.update({**parameters, **module._parameters})
+
+
+def _copy_of_small(buffer: Tensor | None) -> Tensor | None:
+    """Return a copy of a buffer; a large one as it is."""
+    if buffer is None or not is_small_buffer(buffer):
+        return buffer
     return buffer.detach().clone().requires_grad_(buffer.requires_grad)
-
-
-class Look:
-    """A look at the attributes of modules, before a forward ([Note: what may change])."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._seen: list[Any] = []  # held, so that no other object gets the identity of one
-        self._before = self._read()
-
-    def obstacle(self) -> str | None:
-        """Return what keeps the forward, which is over, from running again, in words; None if nothing was seen."""
-        before, after = self._before, self._read()
-        for key in {**before, **after}:
-            if before.get(key) != after.get(key):
-                return key[1]
-        return None
-
-    def _read(self) -> dict[tuple[int, str], object]:
-        """Return pictures by a number and what a difference means."""
-        others = random.getstate(), sys.modules["numpy"].random.get_state()  # torch imports it
-        pictures = {(0, "draws random numbers that are not torch's"): self._picture(others)}
-        for number, module in enumerate(self._modules):
-            for name, value in list(vars(module).items()):
-                if name not in _OF_TORCH:
-                    does = f"changes its attribute {name!r} (or that cannot be pickled, to be compared)"
-                    pictures[number, does] = self._picture(value)
-        return pictures
-
-    def _picture(self, value: Any) -> object:
-        file = io.BytesIO()
-        reader = _Reader(file)
-        reader.seen = self._seen
-        try:
-            reader.dump(value)
-        except Exception:  # whatever a class's own code raises
-            return object()  # which is equal to no other
-        return file.getvalue()
-
-
-class _Reader(pickle.Pickler):
-    """Pickles what is to be compared, to bytes that nobody reads back."""
-
-    seen: list[Any]
-
-    def persistent_id(self, value: Any) -> Any:
-        """Return what is compared instead of a value; None if that is its pickle."""
-        if isinstance(value, torch.Generator):
-            return value.get_state().numpy().tobytes()
-        if not _stands_for_itself(value):
-            return None
-        self.seen.append(value)
-        return id(value), _version(value)
-
-
-def _stands_for_itself(value: Any) -> bool:
-    """Tell whether a value is compared as the object that it is, as all of torch's but its random generators are."""
-    if isinstance(value, (*_PLAIN, torch.Generator)):
-        return False
-    package = (type(value).__module__ or "").partition(".")[0]
-    return isinstance(value, _BY_IDENTITY) or package == "torch"
-
-
-def _may_change(value: Any) -> bool:
-    """Tell whether what is given to a unit is not known to be the same in backward."""
-    if isinstance(value, MethodType | BuiltinFunctionType):
-        return _may_change(value.__self__)
-    if type(value) is Tensor:  # in whose place another one is given, without attributes that a user has set
-        return bool(vars(value))
-    return not (isinstance(value, _PLAIN) or _stands_for_itself(value))
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def numbers_of(output: Any) -> list[Tensor]:
     """Return numbers of each tensor in an output, which may itself be changed in place later on."""
-    plain = [tensor for tensor in tensors_in(output) if type(tensor) is Tensor and not tensor.is_nested]
-    flat = [tensor.detach().reshape(-1) for tensor in plain if tensor.layout is torch.strided]
-    return [numbers[:: len(numbers) // _COMPARED + 1].clone() for numbers in flat]
+    numbers = []
+    for tensor in tensors_in(output):
+        if tensor.layout is torch.strided and not tensor.is_nested and not contains_others(tensor):
+            flat = tensor.detach().as_subclass(Tensor).reshape(-1)
+            some = flat[:: len(flat) // _COMPARED + 1].resolve_conj().clone()
+            numbers.append(torch.view_as_real(some) if some.is_complex() else some)
+    return numbers
+
+
+def are_other(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Tell whether a second forward has returned other numbers than the first."""
+    return len(first) != len(second) or any(map(differ, first, second))
 
 
 def differ(first: Tensor, second: Tensor) -> bool:
@@ -247,6 +210,8 @@ def differ(first: Tensor, second: Tensor) -> bool:
     On the CPU these are the same bits. On an accelerator some kernels add in another order each time, and some are
     chosen by how fast they are. What comes of that stays below the tolerance; what a forward has changed rarely does.
     """
+    if first.shape != second.shape or first.dtype is not second.dtype:
+        return True
     if first.device.type == "cpu":
         return not torch.allclose(first, second, 0, 0, equal_nan=True)
     is_lowered = torch.is_autocast_enabled(first.device.type) or first.element_size() < 4

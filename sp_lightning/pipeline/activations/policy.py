@@ -30,9 +30,9 @@ from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.recompute import SecondForwards, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member
 

@@ -17,7 +17,6 @@ forward is thrown away; gradients flow through the first.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,15 +26,17 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations import offload
-from sp_lightning.pipeline.activations.contract import Inputs, Look, Surroundings, differ, numbers_of
+from sp_lightning.pipeline.activations.contract import Inputs, Surroundings, are_other, numbers_of, requiring_gradients
+from sp_lightning.pipeline.activations.looks import Look
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.operands import tensors_in
 from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import (
     scope_that_ends_before_backward,
     storage_key,
@@ -44,8 +45,8 @@ from sp_lightning.pipeline.torch_private import (
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-# How often it is looked at what a member's forward changes, and what its second forward returns. A first call may make
-# things that are used from then on; what the second changes, each one does.
+# How often in a row nothing has to be seen that a member's forward changes, and how often it is looked at what its
+# second forward returns. A first call may make things that are used from then on; what a later one changes is a habit.
 _LOOKS = 2
 
 
@@ -56,9 +57,12 @@ class SecondForwards:
         self.saved = saved
         self.backend = backend
         self.stats = stats
-        # how many calls of each member were looked at, by its name
-        self.looks: Counter[str] = Counter()
-        self.comparisons: Counter[str] = Counter()  # the same of second forwards
+        # how many calls of each member have ended, by its name
+        self.calls: Counter[str] = Counter()
+        # how many looks in a row have found nothing
+        self.clean_looks: Counter[str] = Counter()
+        # how many second forwards were compared with the first
+        self.comparisons: Counter[str] = Counter()
         # members for which something was in the way; from then on they hold what they save
         self.unrepeatable: set[str] = set()
 
@@ -80,9 +84,11 @@ class UnitCall:
         self._inputs = Inputs(shared.saved, args, kwargs)
         self._input_bytes = shared.stats.activation_bytes - self._bytes_before
         modules = list(member.module.modules())
-        self._look = Look(modules) if shared.looks[member.name] < _LOOKS else None
-        self._surroundings = Surroundings(shared.backend.device, modules)
+        looks = shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable
+        self._look = Look(modules, pytree.tree_leaves((args, kwargs))) if looks else None
+        self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
         self._state = self._state_of_module(self._twins)
+        self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
         self._outputs: list[Tensor] | None = None  # numbers of them, if the second forward's are compared
         # what the first forward has saved and the second has not yet
         self._gaps: Iterator[ref[Kept]] = iter(())
@@ -106,7 +112,9 @@ class UnitCall:
     def conclude(self, output: Any, warns: bool) -> None:
         """Decide, when the forward is over, whether what it saved can be recomputed, and is worth it."""
         self.may_be_dropped = self._is_worth_it(output) and self._is_repeatable(warns)
-        self._look = None
+        if self._look is not None:
+            self._shared.stats.host_syncs += self._shared.backend.device.type != "cpu"
+            self._look = None
         if not self.may_be_dropped:
             del self._inputs, self._surroundings
             self._input_bytes = 0  # they are not held for it any more
@@ -139,10 +147,11 @@ class UnitCall:
     def _is_repeatable(self, warns: bool) -> bool:
         """Tell whether the forward can run again; a member of which this was tried often enough is asked no more."""
         obstacle, name, shared = self._obstacle(), self.member.name, self._shared
-        shared.looks[name] += 1
+        shared.calls[name] += 1
+        shared.clean_looks[name] = shared.clean_looks[name] + 1 if obstacle is None else 0
         if name in shared.unrepeatable:
             return False
-        if obstacle is not None and shared.looks[name] >= _LOOKS:
+        if obstacle is not None and shared.calls[name] > 1:
             shared.unrepeatable.add(name)
             if warns:
                 warnings.warn(
@@ -172,18 +181,17 @@ class UnitCall:
         if self._state_of_module(twins) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
-            return "changes a large buffer in place"
+            return "changes a large buffer in place, or a parameter that is not streamed"
         scope = scope_that_ends_before_backward()
         if scope is not None:
             return f"is called under {scope}"
         return None if self._look is None else self._look.obstacle()
 
     def _state_of_module(self, twins: Iterable[Twin]) -> list[Any]:
-        """Return its mode, and what changes with a weight: its leaf (if no longer lowered), values, being trained."""
+        """Return what changes with a weight: its leaf (if no longer lowered), and its values."""
         with without_torch_function():
             return [
-                self.member.module.training,
-                [(id(twin.parameter), twin.version(), twin.weight.master.requires_grad) for twin in twins],
+                [(id(twin.parameter), twin.version()) for twin in twins],
                 [entry.weight.version for entry in self.member.every_entry],
             ]
 
@@ -198,9 +206,8 @@ class UnitCall:
         if are_changed or self._state_of_module(twins) != self._state:
             raise self._cannot(
                 f"an input, a buffer or a weight of {member.name!r} has been modified by an "
-                "inplace operation, frozen, or sent in another dtype, or its mode has changed "
-                "(`train()`, `eval()`), between forward and backward, so its forward cannot run "
-                "again"
+                "inplace operation, or sent in another dtype, between forward and backward, so its "
+                "forward cannot run again"
             )
         shared.stats.recomputed += 1
         shared.backend.trace.begin(Kind.FORWARD, member.unit_name, is_recomputed=True)
@@ -209,15 +216,22 @@ class UnitCall:
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
         surroundings = self._surroundings.restored()
+        trained = zip(twins, self._were_trained, strict=True)
+        flags = [(tensor, flag) for twin, flag in trained for tensor in (twin.weight.master, twin.parameter)]
         is_other = False
         try:
-            with surroundings, member.computing_with(twins), torch.enable_grad(), packing:
+            with (
+                surroundings,
+                requiring_gradients(flags),
+                member.computing_with(twins),
+                torch.enable_grad(),
+                packing,
+            ):
                 output = member.module(*args, **kwargs)
                 if self._outputs is not None:
                     shared.comparisons[member.name] += 1
                     shared.stats.host_syncs += shared.backend.device.type != "cpu"
-                    numbers = zip(self._outputs, numbers_of(output), strict=True)
-                    is_other = any(itertools.starmap(differ, numbers))
+                    is_other = are_other(self._outputs, numbers_of(output))
         except Exception as error:
             # code in between may have made another exception of `_NothingMissing`
             if is_out_of_memory(error):
@@ -231,8 +245,8 @@ class UnitCall:
         if self._missing or is_other:
             raise self._cannot(
                 f"{member.name!r} has computed something else when its forward ran again in "
-                "backward, because something outside of it has changed in between (a global "
-                "variable, a closure, a class's attribute)"
+                "backward: what it depends on has changed in between, be it an attribute that was "
+                "set since, a global variable, a closure, or a class's attribute"
             )
         shared.backend.trace.begin(Kind.BACKWARD, member.unit_name)
 

@@ -28,9 +28,10 @@ from sp_lightning.pipeline.calls.functions import RunningCall, running_calls
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
+from sp_lightning.pipeline.operands import autocast_dtype, replace_instances
 from sp_lightning.pipeline.optimizer.visit import Visit
-from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
+from sp_lightning.pipeline.tensors_in import tensors_in
+from sp_lightning.pipeline.torch_private import alias_count, in_backward, in_transform, is_capturing, storage_key
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.window.order import Pass
 
@@ -331,17 +332,27 @@ class Calls:
         places = engine.arrangement.twins.keys()
 
         def out_of_place(tensor: Tensor) -> Tensor:
-            return tensor.clone() if storage_key(tensor) in places else tensor
+            is_outside = places.isdisjoint(map(storage_key, tensors_in(tensor)))
+            return tensor if is_outside else tensor.clone()
 
-        tensors = tensors_in(output)
+        hidden: list[Any] = []
+        tensors = tensors_in(output, hidden)
         if not places.isdisjoint(map(storage_key, tensors)):
             output = replace_instances(output, Tensor, out_of_place)
             tensors = tensors_in(output)
             if not places.isdisjoint(map(storage_key, tensors)):
                 raise RuntimeError(
-                    f"superpipeline: {member.name!r} returns one of its weights in an object of a "
-                    "class of its own. Return a clone of the weight, or name it in `resident`."
+                    f"superpipeline: {member.name!r} returns one of its weights in an object (of a "
+                    "class of its own, a function, an array), where a clone cannot take its place. "
+                    "Return a clone of the weight, or name it in `resident`."
                 )
+        # besides the twin and its data, something has a view of a weight: a graph, or what is hidden
+        if hidden and any(alias_count(entry.weight.twin.key) > 2 for entry in member.entries):
+            raise RuntimeError(
+                f"superpipeline: {member.name!r} returns an object of the class "
+                f"{type(hidden[0]).__qualname__!r}, which cannot be searched for weights. Return "
+                "what it holds as tensors, or name the weights in `resident`."
+            )
         nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
             graphs.current.is_built = True

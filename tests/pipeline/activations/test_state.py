@@ -23,6 +23,8 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.dlpack import to_dlpack
 
 from ...helpers import Run, assert_same_story, attached
 from ...zoo.blocks import Block, Chain
@@ -65,6 +67,42 @@ def growing(method: str, *arguments: Any) -> Change:
 def setting(state: Any) -> float:
     state["count"] = state.get("count", 0.0) + 1
     return state["count"]
+
+
+class Hiding(Plain):
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Number(int):
+    count = 0.0
+
+
+class Counting(nn.Module):
+    """Counts in a buffer, and is no part of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self) -> float:
+        self.count += 1
+        return self.count.item()
+
+
+def past_versions(state: Tensor) -> float:
+    state.data.add_(1)
+    return state[0].item()
+
+
+@torch.no_grad()
+def adding_to_first(state: list[Tensor]) -> float:
+    return adding(state[0])
+
+
+def moving(state: torch.distributions.Normal) -> float:
+    state.loc = state.loc + 1
+    return state.loc.item()
 
 
 def adding(state: Any) -> float:
@@ -137,6 +175,20 @@ SEEN: dict[str, tuple[Callable[[], Any], Change]] = {
     "method": (lambda: Plain().__call__, lambda state: state()),
     "builtin method": (lambda: numbers().pop, lambda state: state()),
     "callable": (Plain, lambda state: state()),
+    "hidden by __getstate__": (Hiding, counting),
+    "number with an attribute": (lambda: Number(1), counting),
+    "set of objects": (lambda: frozenset({Plain().__call__}), lambda state: next(iter(state))()),
+    "module": (lambda: [Counting()], lambda state: state[0]()),
+    "method of a module": (lambda: Counting().forward, lambda state: state()),
+    "parameter": (lambda: [nn.Parameter(torch.ones(1))], adding_to_first),
+    "tensor past its version": (lambda: torch.ones(2), past_versions),
+    "large tensor past its version": (lambda: torch.ones(20_000), past_versions),
+    "tensor with an attribute": (lambda: setattr(state := torch.ones(1), "count", 0.0) or state, counting),
+    "storage": (lambda: torch.ones(1).untyped_storage(), then(lambda s: s.__setitem__(0, s[0] + 1), lambda s: s[0])),
+    "distribution": (lambda: torch.distributions.Normal(torch.ones(1), 1.0), moving),
+    "quasirandom": (lambda: torch.quasirandom.SobolEngine(1), lambda state: state.draw(1).item()),
+    "iterator of a loader": (lambda: iter(DataLoader(numbers(), 1)), lambda state: next(state).item()),
+    "what nobody has thought of": (lambda: to_dlpack(torch.ones(1)), lambda state: 1.0),
 }
 # What torch's pytree takes apart: the second forward is given what the first one was given.
 REBUILT = {"list", "dict", "deque", "defaultdict", "OrderedDict", "three levels"}
@@ -270,6 +322,41 @@ def test_units_are_looked_at_twice() -> None:
             counts.append((len(looked_at), len(ended)))
         assert pipe.stats.recomputed == 3 + 2 + 2 + 2
     assert counts == [(3 * 2, 3 + 3), (3 * 2, 3 + 2), (0, 3), (0, 3)]
+
+
+class EveryOther(Block):
+    """Counts in every other call, as its parent says."""
+
+    count = 0.0
+
+    def forward(self, x: Tensor, counts: bool) -> Tensor:
+        self.count += counts
+        return super().forward(x) * (1 + 0.1 * self.count)
+
+
+class SaysWhen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), EveryOther(), Block()])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        first, middle, last = self.blocks
+        return last(middle(first(x), self.calls % 2 == 1))
+
+
+def test_a_unit_is_trusted_after_two_looks_in_a_row() -> None:
+    """What its first call changes may be made once, what the third changes is a habit."""
+
+    def story(run: Run) -> None:
+        for step in range(5):
+            run.normal_step(f"step {step}", None, seed=step)
+            run.model.zero_grad()
+        if run.pipe is not None:
+            assert run.pipe.stats.recomputed == 2 + 2 + 1 + 1 + 1, "its second call changes nothing"
+
+    assert_same_story(story, SaysWhen, activations="recompute", debug=False)
 
 
 class Draws(nn.Module):

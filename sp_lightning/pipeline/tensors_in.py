@@ -1,0 +1,116 @@
+"""The tensors in anything that a unit is given, or returns: no place for a weight to hide.
+
+Python's garbage collector knows what an object refers to: its slots and attributes, what an iterator has ahead of it,
+what a partial binds, a closure's variables, a generator's locals. The search asks it, and so runs no code of a user's.
+It passes by what a unit shares with the rest of the program: classes, Python's modules, a function's global variables,
+and the weights that an `nn.Module` has registered, as masters take their places again when a call ends.
+
+[Note: what cannot be looked into]
+The collector does not know what an object refers to from C or C++: an array of numpy's, a storage, a capsule, an object
+of an extension. For torch and numpy the search knows the way. Numbers, texts and what else Python's own library has
+without telling the collector hold no tensors. Whatever else there is counts as hidden, and who searches decides.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from contextvars import ContextVar
+from threading import local
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.pipeline.torch_private import parts_of
+
+numpy: Any = sys.modules["numpy"]  # torch imports it
+NUMBERS_AND_TEXTS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)
+"""Types of values that refer to nothing, and do not change."""
+_PLAIN = NUMBERS_AND_TEXTS | {type, CodeType, ModuleType}
+_NUMPYS_AND_TORCHS = (
+    numpy.generic, numpy.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme,
+    torch.finfo, torch.iinfo, torch.Generator, torch.Stream, torch.Event,
+)  # fmt: skip
+# which refer to capsules and to objects of C++, and to no tensors
+_NOT_OF_INTEREST = (
+    type, torch._ops.OperatorBase, torch._ops.OpOverloadPacket, numpy.random.BitGenerator, numpy.random.Generator,
+    numpy.random.RandomState,
+)  # fmt: skip
+# per thread or per context, where the collector does not look
+_HIDING = (local, ContextVar)
+_KNOWN_TO_COLLECTOR = 1 << 14  # `Py_TPFLAGS_HAVE_GC`
+
+STATE_OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+"""The attributes that torch itself gives a module, or an RNN."""
+_NOT_SEARCHED = STATE_OF_MODULES - {"_buffers", "_modules"}
+
+
+def tensors_in(value: Any, hidden: list[Any] | None = None) -> list[Tensor]:
+    """Return all tensors in a value, each once, and plain ones that others consist of.
+
+    Args:
+        value: A tensor, or anything else.
+        hidden: If given, what cannot be looked into is added to it ([Note: what cannot be looked into]).
+    """
+    if type(value) is Tensor and value.layout is torch.strided and not value.__dict__:
+        return [value]
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]  # which grows, and so keeps everything alive whose identity was seen
+    for item in waiting:
+        kind = type(item)
+        if kind in _PLAIN or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if kind is tuple or kind is list:
+            waiting += item
+        elif kind is dict:
+            waiting += item
+            waiting += item.values()
+        elif isinstance(item, Tensor):
+            found.append(item)
+            waiting += item.__dict__.values()
+            waiting += parts_of(item)  # itself, if it is a plain one
+        else:
+            inner = _referents(item)
+            if inner is not None:
+                waiting += inner
+            elif hidden is not None:
+                hidden.append(item)
+    return found
+
+
+def _referents(item: Any) -> Iterable[Any] | None:
+    """Return what an object refers to; None if that cannot be known."""
+    kind = type(item)
+    if issubclass(kind, _NOT_OF_INTEREST):
+        return ()
+    if kind is FunctionType:
+        return item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__
+    if kind is FrameType:
+        return (item.f_locals,)
+    if issubclass(kind, nn.Module):
+        return [inner for name, inner in vars(item).items() if name not in _NOT_SEARCHED]
+    if issubclass(kind, numpy.ndarray):
+        # an array over a tensor's memory has the tensor as its base
+        return item.base, *(item.flat if item.dtype.hasobject else ())
+    if kind is torch.UntypedStorage:
+        return (torch.empty(0, dtype=torch.uint8, device=item.device).set_(item),)
+    if issubclass(kind, _HIDING) or not all(map(_hides_nothing, kind.__mro__)):
+        return None
+    return gc.get_referents(item)
+
+
+def _hides_nothing(kind: type) -> bool:
+    """Tell whether the collector knows what a class adds to its bases, or that holds no objects."""
+    if kind.__flags__ & _KNOWN_TO_COLLECTOR or kind.__basicsize__ == object.__basicsize__:
+        return True
+    if issubclass(kind, _NUMPYS_AND_TORCHS):
+        return True
+    is_of_python = any(base.__module__.partition(".")[0] in sys.stdlib_module_names for base in kind.__mro__[:-1])
+    return is_of_python and kind.__name__ != "PyCapsule"
