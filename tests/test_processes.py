@@ -227,6 +227,29 @@ class ByOwnCode(Adversaries):
         return optimizers
 
 
+class LateCritic(Adversaries):
+    """Weights that nobody knows in the first step, cast twice in the first graph that has them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step or batch_idx:
+            super().training_step(batch, batch_idx)
+            return
+        generate, _ = self.optimizers()
+        generate.zero_grad()
+        self.manual_backward(self(batch[0]).square().mean())
+        generate.step()
+
+
+class TwiceInOne(Silent):
+    """One process takes a branch from the second step on, and takes it twice from the third on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turns = min(2, self.global_step * self.global_rank) if self.training else 1
+        for block in (*self.blocks[:2], *[*self.blocks[2:]] * turns):
+            x = block(x)
+        return self.head(x)
+
+
 class WithoutDropout(Silent):
     """The same numbers whatever random numbers were drawn before."""
 
@@ -309,7 +332,8 @@ def modules() -> None:
     assert_as_ddp(Watched, accumulate_grad_batches=2, compare=assert_close_trace)
     assert_as_ddp(Adversaries)
     assert_as_ddp(ByOwnCode, precision="bf16-mixed")
-    assert_as_ddp(LeftOut, precision="bf16-mixed")
+    for make in (LeftOut, LateCritic, TwiceInOne):
+        assert_as_ddp(make, precision="bf16-mixed")
     assert_as_ddp(ReadsLate, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
 
 

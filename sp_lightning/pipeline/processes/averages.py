@@ -50,6 +50,13 @@ class _GoingRound(NamedTuple):
     work: Any  # torch's handle to it
 
 
+class _Has(NamedTuple):
+    """What a process has of a segment's gradients as a pass begins."""
+
+    held: list[str] | None  # names of weights whose sums it has; None if not all gradients can be added to these
+    come_as_expected: bool  # whether those that it brings come in the expected dtypes
+
+
 class Averages:
     """Averages the gradients of segments, one after the other."""
 
@@ -83,16 +90,19 @@ class Averages:
         """Tell whether a gradient that has come is to be exchanged with others of its segment; it may begin a pass.
 
         Raises:
-            RuntimeError: These have been exchanged.
+            RuntimeError: These have been exchanged, or cannot have a sum in the dtype in which they are.
         """
         self._begin_pass()
-        if gradient.of_segment in self._exchanged:
+        of_segment = gradient.of_segment
+        sums = self._to_come.get(of_segment)
+        travels_as_it_came = sums is not None and sums.come_as_expected and gradient.weight.lowered
+        if of_segment in self._exchanged or (travels_as_it_came and gradient in of_segment.gathered):
             raise RuntimeError(
                 f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when "
                 "the processes had added up the first. Let checkpoints around its "
                 "module have `use_reentrant=False`."
             )
-        return gradient.of_segment in self._to_come
+        return sums is not None
 
     def _begin_pass(self) -> None:
         """Begin a pass of all processes, if none is under way, and this is none of this process's own."""
@@ -100,11 +110,11 @@ class Averages:
             return
         self._has_begun = True  # whatever happens, nobody is asked twice
         self._processes.passes += 1
-        own = {name: self._held(of_segment) for name, of_segment in self._by_name.items()}
+        own = {name: _Has(self._held(each), self._come_as_expected(each)) for name, each in self._by_name.items()}
         everyones = self._processes.gather_in_step(own)
         for name in everyones[0]:
-            of_segment, held = self._by_name[name], own[name]
-            if held is None or any(each[name] != held for each in everyones):
+            of_segment, held = self._by_name[name], own[name].held
+            if held is None or any(each[name].held != held for each in everyones):
                 of_segment.show()
                 continue
             sums = self._sums.get(of_segment)
@@ -113,6 +123,7 @@ class Averages:
                 for run in sums.runs:
                     self._routes.landing.make_room(run.share.nbytes)
             sums.is_held = bool(held)
+            sums.come_as_expected = all(each[name].come_as_expected for each in everyones)
             self._to_come[of_segment] = sums
 
     def _held(self, of_segment: SegmentGradients) -> list[str] | None:
@@ -129,6 +140,14 @@ class Averages:
         if is_seen or is_part or not of_segment.trained:
             return None
         return [gradient.weight.name for gradient in held]
+
+    def _come_as_expected(self, of_segment: SegmentGradients) -> bool:
+        """Tell whether gradients come in the expected dtypes: some pass before has shown how each weight is used.
+
+        A forward shows it, too, but not what a reentrant checkpoint runs in backward.
+        """
+        lowered = [each for each in of_segment.trained if each.expected_dtype is not each.weight.dtype]
+        return all(each.comes_as_expected and each.weight.name in self._processes.known for each in lowered)
 
     def send(self, of_segment: SegmentGradients, is_final: bool, early: StepInBackward | None) -> bool:
         """Exchange what a segment has gathered when its turn comes, if that is all; tell whether it is exchanged.
@@ -163,16 +182,10 @@ class Averages:
 
     @torch.no_grad()
     def _send(self, sums: SharedSums, gathered: Mapping[Gradient, Tensor]) -> None:
-        # the first step shows in which dtypes gradients come
-        dtypes = [run.dtype if self._processes.steps else run.sum_dtype for run in sums.runs]
-        # a share of the sums leaves from there, too
-        sizes = [
-            max(run.numel * dtype.itemsize, run.share.nbytes)
-            for run, dtype in zip(sums.runs, dtypes, strict=True)
-        ]  # fmt: skip
-        staging, received = (self._routes.staging.take(sum(sizes)) for _ in range(2))
+        travels = sums.sent(sums.come_as_expected)
+        staging, received = (self._routes.staging.take(sum(size for _, size in travels)) for _ in range(2))
         begin = 0
-        for run, dtype, size in zip(sums.runs, dtypes, sizes, strict=True):
+        for run, (dtype, size) in zip(sums.runs, travels, strict=True):
             end = begin + run.numel * dtype.itemsize
             sent, come = staging.bytes[begin:end], received.bytes[begin:end]
             places = run.views(sent, dtype)
@@ -261,6 +274,12 @@ class Averages:
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
+        self._processes.known.update(*everyones_brought, *names)
+        needed = [
+            sum(nbytes for _, nbytes in sums.sent(self._come_as_expected(of_segment)))
+            for of_segment, sums in self._sums.items()
+        ]
+        self._routes.staging.release_larger(max(needed, default=0))  # than the next pass needs
         if any(are_sparse):
             raise RuntimeError(
                 "Sparse gradients are not averaged over processes. Let the layer have "

@@ -187,7 +187,7 @@ class Arrangement:
         division.make_resident(learned.used_outside)
         division.put_in_order(learned.order or ())
         self._choose_dtypes()
-        self.layout = choose_device_layout(division, self._options, plan, self.budget)
+        self.layout = choose_device_layout(division, self._options, plan, self.budget, self._memory.staging_buffers)
         for unit in self.layout.units_on_device:
             unit.weights, unit.weights_on_device = [], unit.weights
         units = self.all_units
