@@ -71,6 +71,7 @@ class Program:
     validates: bool
     activations: str
     k: int
+    k_prime: int
 
     @staticmethod
     def draw(number: int) -> Program:
@@ -93,6 +94,7 @@ class Program:
             validates=random.random() < 0.5,
             activations=random.choice(["keep", "recompute", "offload"]),
             k=random.randint(1, 3),
+            k_prime=random.choice([1, 1, 2, 3]),
         )
         changes: dict[str, Any] = {}
         if program.uses == "gan":  # manual optimization
@@ -119,8 +121,9 @@ class Program:
         path = list(range(BLOCKS))
         if self.uses == "branches":
             path = [block for block in path if random.random() < 0.6]
+            random.shuffle(path)
         elif self.uses == "experts":
-            path = [0, random.randint(1, BLOCKS - 1)]
+            path = random.sample(path, 3)
         elif self.uses == "late":
             path = path[: 1 + (step + rank) // 2]
         return [*path, *path[-1:]] if self.twice else path
@@ -240,7 +243,7 @@ def train(program: Program) -> tuple[Trace, Trace]:
     fit = partial(drive, program)
     make = partial(Unseen if program.looks == "nobody" else Module, program)
     expected = run(DDPStrategy(find_unused_parameters=True), make, fit, program.arguments)
-    options = {"activations": program.activations, "k": program.k}
+    options = {"activations": program.activations, "k": program.k * program.k_prime, "k_prime": program.k_prime}
     actual = run(streamed(**options), make, fit, program.arguments)
     assert any("loss" in label for label in expected), "nothing was compared"
     if dist.get_rank():

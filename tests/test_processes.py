@@ -250,6 +250,19 @@ class TwiceInOne(Silent):
         return self.head(x)
 
 
+class InTwoTurns(Silent):
+    """Each unit is called before all others, on what requires no gradient, and after; some of it is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 3, 4, 1):
+            x = x + self.blocks[number](x)
+        return self.head(x)
+
+
 class WithoutDropout(Silent):
     """The same numbers whatever random numbers were drawn before."""
 
@@ -330,6 +343,7 @@ def modules() -> None:
         torch.manual_seed(0)
     assert_as_ddp(Finetuned, callbacks=partial(Finetunes, 1), max_epochs=3, num_sanity_val_steps=1)
     assert_as_ddp(Watched, accumulate_grad_batches=2, compare=assert_close_trace)
+    assert_as_ddp(InTwoTurns, strategy={"k": 4, "k_prime": 2})
     assert_as_ddp(Adversaries)
     assert_as_ddp(ByOwnCode, precision="bf16-mixed")
     for make in (LeftOut, LateCritic, TwiceInOne):

@@ -40,7 +40,7 @@ from sp_lightning.pipeline.torch_private import (
     when_backward_ends,
     without_torch_function,
 )
-from sp_lightning.pipeline.units.unit import Member, Residency, Unit
+from sp_lightning.pipeline.units.unit import CallToCome, Member, Residency, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight, outdated_graph_error
 from sp_lightning.pipeline.window.order import Pass
 from sp_lightning.pipeline.window.window import Window
@@ -231,6 +231,7 @@ class BackwardPass:
         engine_ref: weakref.ref[Engine],
         member_ref: weakref.ref[Member],
         graph: Graph,
+        call: CallToCome,
         needed: Sequence[Unit],
         bundle: Bundle | None,
         _gradients: tuple[Tensor, ...],
@@ -242,6 +243,7 @@ class BackwardPass:
         engine, member = engine_ref(), member_ref()
         if engine is None or member is None:
             return  # if it matters, unpacking raises
+        call.end()
         if graph.outdated:  # aliases that it may have lie where weights were
             raise outdated_graph_error(f"unit {member.unit_name!r}")
         if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:

@@ -30,7 +30,7 @@ from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operands import autocast_dtype, replace_instances, tensors_in
 from sp_lightning.pipeline.optimizer.visit import Visit
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing, storage_key
-from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.units.unit import CallToCome, Member, Unit
 from sp_lightning.pipeline.window.order import Pass
 
 if TYPE_CHECKING:
@@ -329,6 +329,8 @@ class Calls:
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
             needed = self._inside[-1]
-            action = partial(BackwardPass.reach, ref(engine), ref(member), graphs.current, needed, bundle)
+            assert member.unit is not None
+            call = CallToCome(member.unit)
+            action = partial(BackwardPass.reach, ref(engine), ref(member), graphs.current, call, needed, bundle)
             before_backward(watched, action, number, graphs.calls)
         return output

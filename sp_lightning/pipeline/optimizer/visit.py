@@ -131,8 +131,13 @@ class Visit(Later):
             passes: list[Pass] = []
             for one_pass, work, _, factors in self.held:
                 passes += one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
-            for piece in self._pieces:
-                last = self._send(piece, passes, last)
+            try:
+                for piece in self._pieces:
+                    last = self._send(piece, passes, last)
+            except BaseException:
+                for ticket in last:  # others may get the place, and the masters, that earlier pieces write to
+                    ticket.join()
+                raise
         self.ready.ticket, self.ticket = last
 
     def _send(

@@ -152,13 +152,15 @@ class Averages:
     def send(self, of_segment: SegmentGradients, is_final: bool, early: StepInBackward | None) -> bool:
         """Exchange what a segment has gathered when its turn comes, if that is all; tell whether it is exchanged.
 
-        It is all if it `is_final` and complete, or if no node has any of the weights whose gradients are missing.
+        It is all if it `is_final` and complete, or if no node has any of the weights whose gradients are missing: none
+        has saved one, nor is any call to come, which saves none where what it is given requires no gradient.
         An early step uses what has come round.
         """
         if of_segment not in self._to_come:
             self._come_round(early)  # it lies in the same staging buffers
             return False
-        if is_final if not of_segment.missing else not of_segment.unit.handles:
+        unit = of_segment.unit
+        if is_final if not of_segment.missing else not (unit.handles or unit.calls_to_come):
             self._ready.add(of_segment)
         self._exchange_ready(early)
         return True

@@ -71,6 +71,7 @@ class Unit:
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
         self.suspect = False  # whether its masters may have changed since they were last checked
         self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
+        self.calls_to_come = 0  # how many calls of live graphs no backward has reached yet
         # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
         # whether its optimizer steps are made on the device, where state visits for them
@@ -119,6 +120,22 @@ class Unit:
         for member in self.members:
             if not member.running_calls:
                 member.put_back_masters(resident_too=is_over)
+
+
+class CallToCome:
+    """Stands for a call of a unit until backward reaches it, or nobody holds its graph any more."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+        unit.calls_to_come += 1
+
+    def end(self) -> None:
+        """Note that backward has reached the call, which may be of several nodes."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.calls_to_come -= 1
+
+    __del__ = end
 
 
 @dataclass
