@@ -26,25 +26,22 @@ from operator import or_
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import pytest
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from sp_lightning.optim import passes
 from sp_lightning.pipeline.activations.offload import Activation, Offloaded, Offloader
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients import routes
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, LandingBuffer
 from sp_lightning.pipeline.lanes.backend import Backend, Trace
 from sp_lightning.pipeline.lanes.devices import HostBackend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Ticket, do_nothing
-from sp_lightning.pipeline.optimizer import clipping, unit_steps, visit
-from sp_lightning.pipeline.processes.sums import SharedSums
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import Segment
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
+
+from .order_accesses import accesses_of
 
 Tensors = Iterable[Any]
 """Tensors, and other things in between, which are passed over."""
@@ -137,6 +134,12 @@ class OrderCheck:
         with self._lock:
             self._computing |= self._host
             self._computing |= self.touch(f"computing, which {what},", self._computing, reads, writes)
+
+    def free(self, what: str, *memory: Any) -> None:
+        """Computing lets go of device memory; whatever gets it then comes after computing."""
+        with self._lock:
+            self.compute(f"frees {what}", (), memory)
+            self._live = [access for access in self._live if access.number << 1 != self._next]
 
     def touch_here(self, what: str, reads: Tensors = (), writes: Tensors = ()) -> None:
         """This thread touches memory."""
@@ -239,7 +242,8 @@ class OrderCheck:
     def _bring(self, _: Window, unit: Unit) -> Hook:
         held: Any = () if unit.being_stepped is None else unit.being_stepped.held
         yield
-        self.compute(f"has weights of {unit.name}", [unit.place], [update.gradient for update in held if update.work.gradient is None])
+        self.compute(f"has weights of {unit.name}", [unit.place])
+        self.free("gradients", *[update.gradient for update in held if update.work.gradient is None])
 
     def _take_staging(self, _: routes.StagingBuffers, nbytes: int) -> Hook:
         buffer: GradientMemory = yield
@@ -250,7 +254,7 @@ class OrderCheck:
         self.compute(f"has activations of {packed.activation.unit}", [packed.activation.device])
 
     def _release_activation(self, activation: Activation) -> Hook:
-        self.compute(f"frees activations of {activation.unit}", (), [activation.device])
+        self.free(f"activations of {activation.unit}", activation.device)
         yield
 
     def _access(self, _: Guard, weight: Weight, writes: bool = False) -> Hook:
@@ -322,71 +326,6 @@ def _with_hook(function: Callable[..., Any], hook: Callable[..., Hook]) -> Calla
     return hooked
 
 
-# ------------------------------------------------------------------------------------------------ what jobs touch
-
-
-def accesses_of(action: Any) -> tuple[list[Any], list[Any]]:
-    """What the work of a job reads, and what it writes."""
-    while hasattr(action, "__wrapped__"):  # timed, or slowed down
-        action = action.__wrapped__
-    function, args = getattr(action, "func", action), getattr(action, "args", ())
-    owner = getattr(function, "__self__", None)
-    function = getattr(function, "__func__", function)
-    if function.__module__.startswith("tests"):
-        return [], []
-    assert function in _ACCESSES, f"tell tests/order_check.py what {function} reads and writes"
-    return _ACCESSES[function](owner, *args)
-
-
-def _nothing(*_: Any) -> tuple[list[Any], list[Any]]:
-    return [], []
-
-
-def _of_step(_: None, unit: Unit, step: Any, updates: Any, *args: Any) -> tuple[list[Any], list[Any]]:
-    pairs = [pair for of_group in updates.values() for pair in of_group]
-    reads = [each for work, factors in pairs for each in (work.gradient, *factors)]
-    return reads, [each for work, _ in pairs for each in (work.weight, work.copy, *tree_leaves(work.state))]
-
-
-def _of_sums(_: None, sums: Any, dtype: object) -> tuple[list[Any], list[Any]]:
-    return [each for of in sums for each in (of.before, of.added)], [
-        each for of in sums for each in (of.total, of.norm)
-    ]
-
-
-def _of_factor(_: None, norms: Any, most: float, factor: Tensor) -> tuple[list[Any], list[Any]]:
-    return [each for of in norms for each in (of.gradient if of.norm is None else of.norm, *of.factors)], [factor]
-
-
-def _of_copies(_: visit.Visit, pairs: Any) -> tuple[list[Any], list[Any]]:
-    return [source for _, source in pairs], [target for target, _ in pairs]
-
-
-def _of_piece(update: visit.Visit, piece: Any, passes: object, updates: Any) -> tuple[list[Any], list[Any]]:
-    gradients = [updates[part.number].gradient for part in piece.parts if part.memory.gradient is None]
-    start, sent = piece.sent
-    place = update._segment.place[start : start + sent.nbytes]
-    return gradients, [piece.buffer.bytes, *([place] if update._is_placed else [])]
-
-
-def _of_shares(sums: SharedSums, number: int, measured: Any) -> tuple[list[Any], list[Any]]:
-    return [sums.places[each] for each in measured], [sums.norms[each] for each in measured]
-
-
-_ACCESSES: dict[Any, Callable[..., tuple[list[Any], list[Any]]]] = {
-    do_nothing: _nothing,
-    visit.note_stepped: _nothing,
-    visit.Visit._ask: _nothing,
-    visit.Visit._copy: _of_copies,
-    visit.Visit._step: _of_piece,
-    unit_steps._step_unit: _of_step,
-    routes._add_up: _of_sums,
-    clipping._find_factor: _of_factor,
-    passes.add: lambda _, total, added: ([added], [total]),
-    SharedSums.land: _of_shares,
-}
-
-
 @contextmanager
 def order_checked() -> Iterator[OrderCheck]:
     """Raise at the end of this scope if the engine has left out a wait that memory requires."""
@@ -395,9 +334,3 @@ def order_checked() -> Iterator[OrderCheck]:
         yield check
     missing = "\n".join(f"  {count} times: {what}" for what, count in check.missing.most_common())
     assert not missing, f"nothing orders these accesses to memory:\n{missing}"
-
-
-@pytest.fixture
-def _order_is_checked() -> Iterator[None]:
-    with order_checked():
-        yield

@@ -139,7 +139,8 @@ def noting(ask):
     return noted
 
 
-torch.cuda.Event.query, torch.cuda.Event.synchronize = map(noting, (torch.cuda.Event.query, torch.cuda.Event.synchronize))
+event = torch.cuda.Event
+event.query, event.synchronize = noting(event.query), noting(event.synchronize)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 pipe = Pipeline(model, "cuda:1", options=PipelineOptions(k=2, k_prime=1))
 optimizer = torch.optim.AdamW(model.parameters())

@@ -54,20 +54,19 @@ class StagingBuffers:
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
-        if nbytes := self._usual_bytes():
-            while len(self._buffers) < self.count:
+        if self._buffers:
+            return
+        nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
+        if nbytes:
+            for _ in range(self.count):
                 self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
 
-    def _usual_bytes(self) -> int:
-        return max((gradient_bytes(unit.weights) for unit in self._units), default=0)
-
-    def release_larger(self, nbytes: int) -> None:
-        """Let go of buffers that are larger than usual, and than so much; computing waits for copies out of these."""
-        most = max(nbytes, self._usual_bytes())
-        for buffer in [buffer for buffer in self._buffers if buffer.bytes.nbytes > most]:
+    def release(self) -> None:
+        """Let go of buffers that have grown; computing waits for the copies out of them."""
+        for buffer in self._buffers:
             if buffer.ticket is not None:
                 self._backend.trace.wait(buffer.ticket, "gradients")
-            self._buffers.remove(buffer)
+        self._buffers.clear()
 
     def take(self, nbytes: int) -> GradientMemory:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""

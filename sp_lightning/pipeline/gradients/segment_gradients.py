@@ -52,11 +52,6 @@ class Gradient:
             return True
         return master.grad is not None
 
-    @property
-    def comes_as_expected(self) -> bool:
-        """Whether it comes out of one cast of the weight in the graphs that there are, so in the expected dtype."""
-        return self.weight.compute_dtype is self.expected_dtype and not self.weight.other_twins
-
     def come(self, tensor: Tensor, norm: Tensor | None = None) -> None:
         """Note where the engine has it, or will have it, and where its norm."""
         self.tensor = tensor

@@ -50,13 +50,6 @@ class _GoingRound(NamedTuple):
     work: Any  # torch's handle to it
 
 
-class _Has(NamedTuple):
-    """What a process has of a segment's gradients as a pass begins."""
-
-    held: list[str] | None  # names of weights whose sums it has; None if not all gradients can be added to these
-    come_as_expected: bool  # whether those that it brings come in the expected dtypes
-
-
 class Averages:
     """Averages the gradients of segments, one after the other."""
 
@@ -110,11 +103,12 @@ class Averages:
             return
         self._has_begun = True  # whatever happens, nobody is asked twice
         self._processes.passes += 1
-        own = {name: _Has(self._held(each), self._come_as_expected(each)) for name, each in self._by_name.items()}
+        own = {name: (self._held(each), self._come_as_expected(each)) for name, each in self._by_name.items()}
         everyones = self._processes.gather_in_step(own)
         for name in everyones[0]:
-            of_segment, held = self._by_name[name], own[name].held
-            if held is None or any(each[name].held != held for each in everyones):
+            of_segment = self._by_name[name]
+            held, *others = (each[name][0] for each in (own, *everyones))
+            if held is None or any(each != held for each in others):
                 of_segment.show()
                 continue
             sums = self._sums.get(of_segment)
@@ -123,7 +117,7 @@ class Averages:
                 for run in sums.runs:
                     self._routes.landing.make_room(run.share.nbytes)
             sums.is_held = bool(held)
-            sums.come_as_expected = all(each[name].come_as_expected for each in everyones)
+            sums.come_as_expected = all(each[name][1] for each in everyones)
             self._to_come[of_segment] = sums
 
     def _held(self, of_segment: SegmentGradients) -> list[str] | None:
@@ -147,7 +141,9 @@ class Averages:
         A forward shows it, too, but not what a reentrant checkpoint runs in backward.
         """
         lowered = [each for each in of_segment.trained if each.expected_dtype is not each.weight.dtype]
-        return all(each.comes_as_expected and each.weight.name in self._processes.known for each in lowered)
+        known = self._processes.known.issuperset(each.weight.name for each in lowered)
+        is_as_placed = all(each.weight.compute_dtype is each.expected_dtype for each in lowered)
+        return known and is_as_placed and not any(each.weight.other_twins for each in lowered)
 
     def send(self, of_segment: SegmentGradients, is_final: bool, early: StepInBackward | None) -> bool:
         """Exchange what a segment has gathered when its turn comes, if that is all; tell whether it is exchanged.
@@ -184,10 +180,15 @@ class Averages:
 
     @torch.no_grad()
     def _send(self, sums: SharedSums, gathered: Mapping[Gradient, Tensor]) -> None:
-        travels = sums.sent(sums.come_as_expected)
-        staging, received = (self._routes.staging.take(sum(size for _, size in travels)) for _ in range(2))
+        dtypes = [run.dtype if sums.come_as_expected else run.sum_dtype for run in sums.runs]
+        # a share of the sums leaves from there, too
+        sizes = [
+            max(run.numel * dtype.itemsize, run.share.nbytes)
+            for run, dtype in zip(sums.runs, dtypes, strict=True)
+        ]  # fmt: skip
+        staging, received = (self._routes.staging.take(sum(sizes)) for _ in range(2))
         begin = 0
-        for run, (dtype, size) in zip(sums.runs, travels, strict=True):
+        for run, dtype, size in zip(sums.runs, dtypes, sizes, strict=True):
             end = begin + run.numel * dtype.itemsize
             sent, come = staging.bytes[begin:end], received.bytes[begin:end]
             places = run.views(sent, dtype)
@@ -276,12 +277,10 @@ class Averages:
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
-        self._processes.known.update(*everyones_brought, *names)
-        needed = [
-            sum(nbytes for _, nbytes in sums.sent(self._come_as_expected(of_segment)))
-            for of_segment, sums in self._sums.items()
-        ]
-        self._routes.staging.release_larger(max(needed, default=0))  # than the next pass needs
+        known, brought_by_any = self._processes.known, set().union(*everyones_brought, *names)
+        if not known.issuperset(brought_by_any):
+            known.update(brought_by_any)
+            self._routes.staging.release()  # which is as large as masters' dtypes took
         if any(are_sparse):
             raise RuntimeError(
                 "Sparse gradients are not averaged over processes. Let the layer have "

@@ -88,15 +88,6 @@ class SharedSums:
         self.present: list[Gradient] = []
         self.is_held = self.come_as_expected = False
 
-    def sent(self, as_expected: bool) -> list[tuple[torch.dtype, int]]:
-        """Return of each run the dtype in which it travels, and the bytes it takes of a buffer."""
-        travels = []
-        for run in self.runs:
-            dtype = run.dtype if as_expected else run.sum_dtype
-            # a share of the sums leaves from there, too
-            travels.append((dtype, max(run.numel * dtype.itemsize, run.share.nbytes)))
-        return travels
-
     # A pass of all processes has a number, which is the same in all.
 
     def land(self, number: int, measured: Collection[Gradient]) -> None:
