@@ -207,8 +207,9 @@ class OrderCheck:
         try:
             yield
         finally:
-            if id(job) in self._tickets:  # with what it has waited for itself
-                self._tickets[id(job)] = job, self._here.job
+            with self._lock:
+                if id(job) in self._tickets:  # with what it has waited for itself
+                    self._tickets[id(job)] = job, self._tickets[id(job)][1] | self._here.job
             self._here.job = before
             self._here.runs = None
 
@@ -254,7 +255,12 @@ class OrderCheck:
         self.compute(f"has activations of {packed.activation.unit}", [packed.activation.device])
 
     def _release_activation(self, activation: Activation) -> Hook:
-        self.free(f"activations of {activation.unit}", activation.device)
+        with self._lock:
+            # its own copy: another version of the same memory may still be leaving, and keeps it
+            if self.done_with(activation.ticket) & ~(self._computing | self._host):
+                self.missing[f"computing frees what the offload of {activation.unit} may not have read yet"] += 1
+            memory = activation.device
+            self._live = [access for access in self._live if memory is None or access.begin != memory.data_ptr()]
         yield
 
     def _access(self, _: Guard, weight: Weight, writes: bool = False) -> Hook:
