@@ -141,9 +141,12 @@ class Averages:
         A forward shows it, too, but not what a reentrant checkpoint runs in backward.
         """
         lowered = [each for each in of_segment.trained if each.expected_dtype is not each.weight.dtype]
-        known = self._processes.known.issuperset(each.weight.name for each in lowered)
-        is_as_placed = all(each.weight.compute_dtype is each.expected_dtype for each in lowered)
-        return known and is_as_placed and not any(each.weight.other_twins for each in lowered)
+        return all(
+            each.weight.name in self._processes.known
+            and each.weight.compute_dtype is each.expected_dtype
+            and not each.weight.other_twins
+            for each in lowered
+        )
 
     def send(self, of_segment: SegmentGradients, is_final: bool, early: StepInBackward | None) -> bool:
         """Exchange what a segment has gathered when its turn comes, if that is all; tell whether it is exchanged.
@@ -277,9 +280,10 @@ class Averages:
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
-        known, brought_by_any = self._processes.known, set().union(*everyones_brought, *names)
-        if not known.issuperset(brought_by_any):
-            known.update(brought_by_any)
+        known = self._processes.known
+        before = len(known)
+        known.update(*everyones_brought, *names)
+        if len(known) > before:
             self._routes.staging.release()  # which is as large as masters' dtypes took
         if any(are_sparse):
             raise RuntimeError(

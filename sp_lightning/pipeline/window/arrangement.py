@@ -101,6 +101,7 @@ class Learned:
         order = list(dict.fromkeys(called)) if self.order is None else self.order
         everyones = processes.gather((own, self.used_outside, self.divided, self.has_news, order))
         self.order = everyones[0][-1]
+        self.outdated |= self.order != [unit.name for unit in units if unit.name in self.order]
         for others, used_outside, divided, outdated, _ in everyones:
             for known, names in zip(casts, others, strict=True):
                 known.update(masters[name] for name in names)
