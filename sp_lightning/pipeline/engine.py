@@ -247,8 +247,8 @@ class Engine:
             with without_torch_function():
                 learned.note_trained(self.arrangement.every_weight)
             self._least_budget = None
-            has_order = learned.order is None and bool(self._called())
-            own = edited, learned.has_news or has_order, self._own_plan, self.budget
+            has_news = learned.has_news or (learned.order is None and bool(self._called()))
+            own = edited, has_news, self._own_plan, self.budget
             edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
             for edit in edits:
                 if isinstance(edit, RuntimeError):

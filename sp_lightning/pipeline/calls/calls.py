@@ -330,7 +330,8 @@ class Calls:
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
             needed = self._inside[-1]
             assert member.unit is not None
-            call = CallToCome(member.unit)
-            action = partial(BackwardPass.reach, ref(engine), ref(member), graphs.current, call, needed, bundle)
+            action = partial(
+                BackwardPass.reach, ref(engine), ref(member), graphs.current, CallToCome(member.unit), needed, bundle
+            )
             before_backward(watched, action, number, graphs.calls)
         return output

@@ -63,7 +63,6 @@ class Processes:
             ValueError: The processes have built different models.
         """
         self.steps = 0
-        self.known.clear()
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
         everyones = self.gather(own)
