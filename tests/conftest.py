@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 # Before torch is imported: two shared cores are slower with more threads, and sums in parallel have no fixed order.
@@ -25,6 +26,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from .access_check import steps_checked
+from .order_check import order_checked
 
 torch.set_num_threads(1)
 
@@ -59,6 +61,15 @@ FOR_ONE_PROCESS = (
 WITH_FORK_SERVER = (
     "tests/test_processes.py", "tests/test_fabric_processes.py", "tests/test_one_copy.py",
     "tests/pipeline/gradients/test_processes.py", "tests/pipeline/weights/test_buffers.py",
+)  # fmt: skip
+
+
+# Copies, jobs and computing overlap in their tests; see order_check.py.
+WITH_CHECKED_ORDER = (
+    "tests/pipeline/gradients", "tests/pipeline/optimizer", "tests/pipeline/window/test_copies_under_way.py",
+    "tests/planning/test_exact.py", "tests/test_activations.py", "tests/test_exact_offload.py",
+    "tests/test_exact_random_graphs.py", "tests/test_exact_random_trainers.py", "tests/test_overlap.py",
+    "tests/test_several_models.py", "tests/test_writes.py",
 )  # fmt: skip
 
 
@@ -110,6 +121,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def check_steps() -> Iterator[None]:
     """Steps of pipelines with `debug=True` are checked, in this process."""
     with steps_checked():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def check_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which the engine leaves out a wait, in the files whose tests have much under way."""
+    with order_checked() if request.node.nodeid.startswith(WITH_CHECKED_ORDER) else nullcontext():
         yield
 
 

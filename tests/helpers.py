@@ -466,6 +466,7 @@ def slow_host(seconds: float = 0.02) -> Iterator[None]:
     def slow(self: Backend, job: Job) -> Any:
         action = job.action
 
+        @functools.wraps(action)
         def later() -> None:
             time.sleep(seconds)
             action()

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from .order_check import order_checked
+
 Check = Callable[[], None]
 
 _PATIENCE = timedelta(seconds=60)  # of one process with the others: a check that hangs fails
@@ -84,7 +86,8 @@ def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, her
     for check in checks:
         torch.manual_seed(rank)
         try:
-            check()
+            with order_checked():
+                check()
             failed = False
         except BaseException:
             failed = True

@@ -251,6 +251,42 @@ class ByOwnCode(Adversaries):
         return optimizers
 
 
+class LateCritic(Adversaries):
+    """Weights that nobody knows in the first step, cast twice in the first graph that has them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step or batch_idx:
+            super().training_step(batch, batch_idx)
+            return
+        generate, _ = self.optimizers()
+        generate.zero_grad()
+        self.manual_backward(self(batch[0]).square().mean())
+        generate.step()
+
+
+class TwiceInOne(Silent):
+    """One process takes a branch from the second step on, and takes it twice from the third on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turns = min(2, self.global_step * self.global_rank) if self.training else 1
+        for block in (*self.blocks[:2], *[*self.blocks[2:]] * turns):
+            x = block(x)
+        return self.head(x)
+
+
+class InTwoTurns(Silent):
+    """Each unit is called before all others, on what requires no gradient, and after; some of it is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 3, 4, 1):
+            x = x + self.blocks[number](x)
+        return self.head(x)
+
+
 class WithoutDropout(Silent):
     """The same numbers whatever random numbers were drawn before."""
 
@@ -331,9 +367,11 @@ def modules() -> None:
         torch.manual_seed(0)
     assert_as_ddp(Finetuned, callbacks=partial(Finetunes, 1), max_epochs=3, num_sanity_val_steps=1)
     assert_as_ddp(Watched, accumulate_grad_batches=2, compare=assert_close_trace)
+    assert_as_ddp(InTwoTurns, strategy={"k": 4, "k_prime": 2})
     assert_as_ddp(Adversaries)
     assert_as_ddp(ByOwnCode, precision="bf16-mixed")
-    assert_as_ddp(LeftOut, precision="bf16-mixed")
+    for make in (LeftOut, LateCritic, TwiceInOne):
+        assert_as_ddp(make, precision="bf16-mixed")
     assert_as_ddp(ReadsLate, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
 
 

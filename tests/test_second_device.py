@@ -123,6 +123,47 @@ def test_how_memory_is_allocated(setting: dict[str, str], configured: str, fork:
     assert printed.split() == ["True", configured], said[-2_000:]
 
 
+ELSEWHERE = """
+import torch
+import tests
+from sp_lightning.pipeline import Pipeline, PipelineOptions
+
+asked_on = set()
+
+
+def noting(ask):
+    def noted(event):
+        asked_on.add(torch.cuda.current_device())
+        return ask(event)
+
+    return noted
+
+
+event = torch.cuda.Event
+event.query, event.synchronize = noting(event.query), noting(event.synchronize)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+pipe = Pipeline(model, "cuda:1", options=PipelineOptions(k=2, k_prime=1))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    with pipe.record(), pipe.step():
+        model(torch.ones(8, 64, device="cuda:1")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model[0].weight.sum()
+pipe.detach()
+print(asked_on, torch.cuda.memory_reserved(0))
+"""
+
+
+@pytest.mark.slow
+def test_a_device_that_is_not_the_current_one(environment: dict[str, str]) -> None:
+    """Nothing is asked of the current device, where that would make a context."""
+    there = {"PYTHONPATH": str(ROOT), "SECOND_DEVICE_COUNT": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+    ended = run({**environment, **there}, "-c", ELSEWHERE)
+    assert ended.returncode == 0, ended.stderr[-5_000:]
+    assert ended.stdout.strip() == "{1} 0"
+
+
 @pytest.mark.slow
 def test_two_devices_do_what_one_does(environment: dict[str, str], tmp_path: Path) -> None:
     """Each process has a device of its own; gradients are averaged as one device adds up those of two batches."""

@@ -247,7 +247,8 @@ class Engine:
             with without_torch_function():
                 learned.note_trained(self.arrangement.every_weight)
             self._least_budget = None
-            own = edited, learned.has_news, self._own_plan, self.budget
+            has_news = learned.has_news or (learned.order is None and bool(self._called()))
+            own = edited, has_news, self._own_plan, self.budget
             edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
             for edit in edits:
                 if isinstance(edit, RuntimeError):
@@ -263,7 +264,8 @@ class Engine:
     def _conclude(self) -> None:
         """Place weights anew if something was learned that calls for it, or even divide the module anew."""
         arrangement = self.arrangement
-        called = self._called() if self.learned.order is None else []
+        # processes agree on an order when they meet: placing weights may take all of them
+        called = self._called() if self.learned.order is None and not self._sums_gradients else []
         if not self.learned.conclude(arrangement.units, called):
             return
         if self.learned.divided != arrangement.divided:

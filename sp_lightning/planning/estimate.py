@@ -23,6 +23,7 @@ from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, Poli
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, STAGING_OF_SEVERAL
 from sp_lightning.planning.measure import work_of
 from sp_lightning.planning.memory import ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Workload
@@ -234,6 +235,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         stepping=stepping,
         adds_up=given.devices * given.accumulate > 1,
         micro_steps=given.accumulate,
+        staging_buffers=STAGING_BUFFERS if given.devices == 1 else STAGING_OF_SEVERAL,
         # sums are read and written, and gradients read
         add_seconds=(given.accumulate > 1) * 3 * masters / machine.host,
         turn_bytes=int(turn),

@@ -158,6 +158,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         trains=measured.trains,
         stepping=stepping,
         micro_steps=micro_steps,
+        staging_buffers=engine.memory.staging_buffers,
         add_seconds=_seconds(_of_kind(recording.spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps),
         rest_seconds=max(0.0, fastest[_REST]),
         turn_bytes=0 if auto is None else auto.turn_bytes,

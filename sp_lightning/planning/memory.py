@@ -20,7 +20,6 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.gradients.routes import landing_buffers
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.pipeline.window.places import place_in_arena
 from sp_lightning.planning.work import Choice, Way, Workload
 
@@ -42,7 +41,7 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 
 def gradient_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for gradients on their way to the host."""
-    return STAGING_BUFFERS * max(workload.gradients_to_host(choice))
+    return workload.staging_buffers * max(workload.gradients_to_host(choice))
 
 
 def landing_bytes(workload: Workload, choice: Choice) -> int:

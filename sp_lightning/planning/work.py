@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import Policy
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 """When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
@@ -72,6 +73,7 @@ class Workload:
     outside_bytes: int = 0
     # whether several devices add their gradients up on the host, as they come
     adds_up: bool = False
+    staging_buffers: int = STAGING_BUFFERS  # that gradients on their way to the host take on the device
 
     @cached_property
     def everything(self) -> tuple[UnitWork, ...]:

@@ -256,6 +256,7 @@ void poison_what_is_freed() {
   using c10::cuda::CUDACachingAllocator::TraceEntry;
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const TraceEntry& entry) {
     if (entry.action_ == TraceEntry::FREE_COMPLETED) {
+      c10::cuda::CUDAGuard guard(entry.device_);  // or a default stream would be that of the current device
       second_device_poison(reinterpret_cast<cudaStream_t>(entry.stream_), reinterpret_cast<void*>(entry.addr_),
                            entry.size_);
     }

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from itertools import chain, islice
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -152,14 +152,32 @@ def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(gradients)
 
 
-class Reached(NamedTuple):
-    """A call that backward is about to reach; nodes hold it ([Note: what nodes hold])."""
+class CallToCome:
+    """A call until backward reaches it, or nobody holds its graph any more; nodes hold it ([Note: what nodes hold]).
 
-    member: weakref.ref[Member]
-    graph: Graph  # that the call has built
-    needed: Sequence[Unit]  # with whose weights it has computed
-    gives_weights: bool  # whether it has given one to a custom Function
-    bundle: Bundle | None
+    Attributes:
+        member: The member.
+        graph: The graph that the call has built.
+        needed: The units with whose weights it has computed.
+        bundle: What it has saved; None if nobody has to know.
+    """
+
+    def __init__(self, member: Member, graph: Graph, needed: Sequence[Unit], bundle: Bundle | None) -> None:
+        self.member = weakref.ref(member)
+        self.graph = graph
+        self.needed = needed
+        self.bundle = bundle
+        self._unit = member.unit
+        if member.unit is not None:
+            member.unit.calls_to_come += 1
+
+    def end(self) -> None:
+        """Note that backward has reached the call, which may be of several nodes."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.calls_to_come -= 1
+
+    __del__ = end
 
 
 class BackwardPass:
@@ -244,11 +262,12 @@ class BackwardPass:
     # -------------------------------------------------------------------------------------------------- units
 
     @staticmethod
-    def reach(engine_ref: weakref.ref[Engine], call: Reached, _gradients: tuple[Tensor, ...]) -> None:
+    def reach(engine_ref: weakref.ref[Engine], call: CallToCome, _gradients: tuple[Tensor, ...]) -> None:
         """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward])."""
         engine, member = engine_ref(), call.member()
         if engine is None or member is None:
             return  # if it matters, unpacking raises
+        call.end()
         graph, needed = call.graph, call.needed
         if graph.outdated:  # aliases that it may have lie where weights were
             raise outdated_graph_error(f"unit {member.unit_name!r}")
@@ -274,11 +293,6 @@ class BackwardPass:
             if unit.resident:
                 member.put_in_twins(backward.follow_requires_grad)
                 return
-            if unit.is_used_up and call.gives_weights:
-                raise RuntimeError(
-                    f"A custom `autograd.Function` may read a weight of {member.unit_name!r} in backward, which the "
-                    "optimizer has stepped there already. Train with `overlap_optimizer=False`."
-                )
             for other in () if unit.is_used_up else unit.members:
                 if all(map(_is_valid, set(other.needed).difference(needed))):
                     other.put_in_twins(backward.follow_requires_grad)

@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.backward import BackwardPass, Reached, before_backward, nodes_of
+from sp_lightning.pipeline.calls.backward import BackwardPass, CallToCome, before_backward, nodes_of
 from sp_lightning.pipeline.calls.functions import RunningCall, running_calls
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
@@ -358,7 +358,6 @@ class Calls:
             graphs.current.is_built = True
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
-            reached = Reached(ref(member), graphs.current, call.needed, call.gives_weights, bundle)
-            action = partial(BackwardPass.reach, ref(engine), reached)
+            action = partial(BackwardPass.reach, ref(engine), CallToCome(member, graphs.current, call.needed, bundle))
             before_backward(nodes, action, call.number, graphs.calls)
         return output

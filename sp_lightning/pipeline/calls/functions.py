@@ -41,7 +41,6 @@ class RunningCall:
         needed: The units whose weights it computes with.
         number: Its number among all calls.
         nodes: The nodes of custom Functions that were applied in it.
-        gives_weights: Whether such a Function was given a weight, which its backward may read.
     """
 
     def __init__(self, member: Member, needed: Sequence[Unit], number: int, places: dict[int, Twin]) -> None:
@@ -49,7 +48,6 @@ class RunningCall:
         self.needed = needed
         self.number = number
         self.nodes: list[Node] = []
-        self.gives_weights = False
         self._places = places
 
     def note_function(self, given: Sequence[Any], output: Any) -> None:
@@ -62,7 +60,7 @@ class RunningCall:
         for each in given:
             twin = self._places.get(storage_key(each)) if isinstance(each, Tensor) else None
             if twin is not None:
-                self.gives_weights = twin.unit.has_raw_readers = True
+                twin.unit.has_raw_readers = True
 
 
 class RunningCalls(threading.local):

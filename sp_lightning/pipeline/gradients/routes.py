@@ -61,6 +61,13 @@ class StagingBuffers:
             for _ in range(self.count):
                 self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
 
+    def release(self) -> None:
+        """Let go of buffers that have grown; computing waits for the copies out of them."""
+        for buffer in self._buffers:
+            if buffer.ticket is not None:
+                self._backend.trace.wait(buffer.ticket, "gradients")
+        self._buffers.clear()
+
     def take(self, nbytes: int) -> GradientMemory:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
         self.reserve()

@@ -31,11 +31,13 @@ from sp_lightning.pipeline.weights.weight import Weight
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("factors", "norm", "of_segment", "tensor", "weight")
+    __slots__ = ("expected_dtype", "factors", "norm", "of_segment", "tensor", "weight")
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
         self.of_segment = of_segment
+        # in which it comes, unless a step shows another use of the weight; the same in all processes
+        self.expected_dtype = weight.compute_dtype
         # what the engine has: as it came, or a sum in the master's dtype. On the host it may not have landed yet.
         self.tensor: Tensor | None = None
         self.norm: Tensor | None = None  # the norm of that, on the host; None if it is not known

@@ -128,8 +128,9 @@ class GradientStream:
                 is_final = False
         if self.averages is not None and self.averages.send(of_segment, is_final, self.early):
             return
-        # it may still read what was there; a visit reads what has stayed before computing goes on
-        if of_segment.memory is not None or not of_segment.unit.visits:
+        # a GPU-side update may still read the sums that were there, and begins where somebody waits for it; a step of
+        # the host is over, as computing has waited for the weights that it has left
+        if of_segment.memory is not None and of_segment.unit.visits:
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         self._ship(of_segment, is_final and not of_segment.missing)

@@ -12,6 +12,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -96,22 +97,26 @@ def copy_memory(target: Tensor, source: Tensor) -> None:
 class _StreamTicket(Ticket):
     """A copy that is done once an event on a copy stream has completed.
 
-    The event at its `begin` is there if copies are timed.
+    The event at its `begin` is there if copies are timed. Events are asked on their own device: where another one is
+    current, asking would make a context there.
     """
 
-    def __init__(self, event: Any, begin: Any) -> None:
+    def __init__(self, event: Any, begin: Any, on_device: Callable[[], AbstractContextManager[Any]]) -> None:
         self.event = event
         self.begin = begin
+        self._on_device = on_device
 
     @override
     def join(self) -> None:
-        self.event.synchronize()
+        with self._on_device():
+            self.event.synchronize()
 
     @property
     @override
     def done(self) -> bool:
         try:
-            return bool(self.event.query())
+            with self._on_device():
+                return bool(self.event.query())
         except RuntimeError:  # of an earlier kernel, which `join` raises, too
             return True
 
@@ -136,7 +141,8 @@ class AcceleratorBackend(Backend):
         self._api: Any = torch.get_device_module(device)
         if not hasattr(self._api, "Stream"):
             raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
-        with self._api.device(device):
+        self._on_device = partial(self._api.device, device)
+        with self._on_device():
             self._up = self._api.Stream()
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
@@ -193,7 +199,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def computed(self) -> Ticket:
-        return _StreamTicket(self._api.current_stream(self.device).record_event(), None)
+        return _StreamTicket(self._api.current_stream(self.device).record_event(), None, self._on_device)
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -208,7 +214,7 @@ class AcceleratorBackend(Backend):
         sleeps = self.device.type == "cuda" and stream in (self._down, self._beside[Lane.TO_HOST])
         flags = {"blocking": True} if sleeps else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
-        ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin)
+        ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin, self._on_device)
         with self._api.stream(stream):
             if begin is not None:
                 begin.record(stream)
@@ -228,7 +234,8 @@ class AcceleratorBackend(Backend):
 
     @override
     def seconds(self, begin: Any, end: Any) -> float:
-        end.synchronize()
+        with self._on_device():
+            end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
 
     @override
@@ -236,7 +243,8 @@ class AcceleratorBackend(Backend):
         # so that the event completes now, not when the device gets to it
         self._api.synchronize(self.device)
         origin = super().origin()
-        origin.device.synchronize()  # other lanes may be done before computing has come to it
+        with self._on_device():
+            origin.device.synchronize()  # other lanes may be done before computing has come to it
         return origin
 
     @override
@@ -244,7 +252,7 @@ class AcceleratorBackend(Backend):
         # torch's allocator of pinned memory rounds up to a power of two: up to twice the memory (pytorch#150517)
         if self._refusals == _PATIENCE:
             return False
-        with self._api.device(self.device):
+        with self._on_device():
             done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
             if not done:
                 self._refusals += 1
@@ -258,7 +266,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def unpin(self, memory: Tensor) -> None:
-        with self._api.device(self.device):
+        with self._on_device():
             if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:  # an interrupt came before it was pinned
                 self._clear_error()
 

@@ -47,6 +47,8 @@ class EarlyStep(Step):
         # weights apart would have to wait for the step, and an alias must not show it before backward is over
         if unit.resident or unit.apart or unit.handles or unit.has_aliases:
             return False
+        if unit.has_raw_readers and unit.calls_to_come:
+            return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained
         return trained == len(gradients) and self.plan.gradients.keys() >= set(gradients)

@@ -84,7 +84,7 @@ class UnitSteps:
         """Have the unit visit the device for this step, and tell whether it does."""
         window = self.window
         window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
-        visit = self.visits.visit_of(step, used, window.copies_of([unit]))
+        visit = self.visits.visit_of(step, used)
         if isinstance(visit, str):
             self.visits.why_not = visit
             return False

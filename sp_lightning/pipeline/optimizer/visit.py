@@ -84,7 +84,6 @@ class Visit(Later):
         of_segment: SegmentGradients,
         pieces: Sequence[Piece],
         updates: Sequence[_Update],
-        copies: Sequence[Ticket],
     ) -> None:
         # after what brings gradients, or their scaling, to the host
         after = [] if of_segment.ticket is None else [of_segment.ticket]
@@ -95,7 +94,6 @@ class Visit(Later):
         self._unit = of_segment.unit
         self._segment = of_segment.segment
         self._pieces = pieces
-        self._copies = copies  # to the device, which may still read masters
 
     def begin(self, in_place: bool = True) -> Ticket:
         """Begin it, and return the ticket of new weights, which it puts `in_place` unless it is asked not to.
@@ -108,7 +106,8 @@ class Visit(Later):
         note_stepped([segment], segment.weights)
         if in_place and backend.poison:
             backend.invalidate(segment.place)
-        self._earlier = [backend.computed(), *self._copies]
+        # computing has waited for all copies that read the masters
+        self._earlier = backend.computed()
         backend.ask(self.job)
         if self.job.done:
             self.job.join()  # raises what asking has failed with, before anybody relies on it
@@ -131,8 +130,13 @@ class Visit(Later):
             passes: list[Pass] = []
             for one_pass, work, _, factors in self.held:
                 passes += one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
-            for piece in self._pieces:
-                last = self._send(piece, passes, last)
+            try:
+                for piece in self._pieces:
+                    last = self._send(piece, passes, last)
+            except BaseException:
+                for ticket in last:  # others may get the place, and the masters, that earlier pieces write to
+                    ticket.join()
+                raise
         self.ready.ticket, self.ticket = last
 
     def _send(
@@ -144,7 +148,7 @@ class Visit(Later):
         """Ask for a piece after the last one; return when it is stepped, and when it has come down."""
         name, stats, trace = self._unit.name, self._visits.stats, self._visits.backend.trace
         up, down = (sum(target.nbytes for target, _ in copies) for copies in (piece.up, piece.down))
-        earlier = [*self._earlier, piece.buffer.ticket]
+        earlier = [self._earlier, piece.buffer.ticket]
         come = Job(partial(self._copy, piece.up), earlier, up)
         arrived = trace.beside(Kind.STATE_UP, name, come)
         step = Job(partial(self._step, piece, passes, self.held), [arrived, *last[:1]], up + down)
@@ -194,16 +198,8 @@ class Visits:
         self._known: dict[Segment, tuple[HostBuffer, GradientMemory | None, Sequence[Piece]]] = {}
         self._buffers: list[PieceBuffer] = []
 
-    def visit_of(
-        self,
-        step: Step,
-        used: Mapping[Gradient, Used],
-        copies: Sequence[Ticket],
-    ) -> Visit | str:
-        """Return a visit of a unit that makes this step, which uses these gradients; or why it cannot.
-
-        `copies` to the device may still read its masters.
-        """
+    def visit_of(self, step: Step, used: Mapping[Gradient, Used]) -> Visit | str:
+        """Return a visit of a unit that makes this step, which uses these gradients; or why it cannot."""
         of_segment, *others = {gradient.of_segment for gradient in used}
         if others:
             return ""
@@ -234,7 +230,7 @@ class Visits:
                 return no_pass
             updates.append(_Update(one_pass, work, tensor, gradient.factors))
         lay_together(of_segment.unit, step.optimizer)
-        return Visit(self, of_segment, self._pieces_of(of_segment, updates), updates, copies)
+        return Visit(self, of_segment, self._pieces_of(of_segment, updates), updates)
 
     def _pieces_of(
         self,

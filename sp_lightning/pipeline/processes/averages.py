@@ -83,16 +83,19 @@ class Averages:
         """Tell whether a gradient that has come is to be exchanged with others of its segment; it may begin a pass.
 
         Raises:
-            RuntimeError: These have been exchanged.
+            RuntimeError: These have been exchanged, or cannot have a sum in the dtype in which they are.
         """
         self._begin_pass()
-        if gradient.of_segment in self._exchanged:
+        of_segment = gradient.of_segment
+        sums = self._to_come.get(of_segment)
+        travels_as_it_came = sums is not None and sums.come_as_expected and gradient.weight.lowered
+        if of_segment in self._exchanged or (travels_as_it_came and gradient in of_segment.gathered):
             raise RuntimeError(
                 f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when "
                 "the processes had added up the first. Let checkpoints around its "
                 "module have `use_reentrant=False`."
             )
-        return gradient.of_segment in self._to_come
+        return sums is not None
 
     def _begin_pass(self) -> None:
         """Begin a pass of all processes, if none is under way, and this is none of this process's own."""
@@ -100,11 +103,12 @@ class Averages:
             return
         self._has_begun = True  # whatever happens, nobody is asked twice
         self._processes.passes += 1
-        own = {name: self._held(of_segment) for name, of_segment in self._by_name.items()}
+        own = {name: (self._held(each), self._come_as_expected(each)) for name, each in self._by_name.items()}
         everyones = self._processes.gather_in_step(own)
         for name in everyones[0]:
-            of_segment, held = self._by_name[name], own[name]
-            if held is None or any(each[name] != held for each in everyones):
+            of_segment = self._by_name[name]
+            held, *others = (each[name][0] for each in (own, *everyones))
+            if held is None or any(each != held for each in others):
                 of_segment.show()
                 continue
             sums = self._sums.get(of_segment)
@@ -113,6 +117,7 @@ class Averages:
                 for run in sums.runs:
                     self._routes.landing.make_room(run.share.nbytes)
             sums.is_held = bool(held)
+            sums.come_as_expected = all(each[name][1] for each in everyones)
             self._to_come[of_segment] = sums
 
     def _held(self, of_segment: SegmentGradients) -> list[str] | None:
@@ -130,16 +135,31 @@ class Averages:
             return None
         return [gradient.weight.name for gradient in held]
 
+    def _come_as_expected(self, of_segment: SegmentGradients) -> bool:
+        """Tell whether gradients come in the expected dtypes: some pass before has shown how each weight is used.
+
+        A forward shows it, too, but not what a reentrant checkpoint runs in backward.
+        """
+        lowered = [each for each in of_segment.trained if each.expected_dtype is not each.weight.dtype]
+        return all(
+            each.weight.name in self._processes.known
+            and each.weight.compute_dtype is each.expected_dtype
+            and not each.weight.other_twins
+            for each in lowered
+        )
+
     def send(self, of_segment: SegmentGradients, is_final: bool, early: StepInBackward | None) -> bool:
         """Exchange what a segment has gathered when its turn comes, if that is all; tell whether it is exchanged.
 
-        It is all if it `is_final` and complete, or if no node has any of the weights whose gradients are missing.
+        It is all if it `is_final` and complete, or if no node has any of the weights whose gradients are missing: none
+        has saved one, nor is any call to come, which saves none where what it is given requires no gradient.
         An early step uses what has come round.
         """
         if of_segment not in self._to_come:
             self._come_round(early)  # it lies in the same staging buffers
             return False
-        if is_final if not of_segment.missing else not of_segment.unit.handles:
+        unit = of_segment.unit
+        if is_final if not of_segment.missing else not (unit.handles or unit.calls_to_come):
             self._ready.add(of_segment)
         self._exchange_ready(early)
         return True
@@ -163,8 +183,7 @@ class Averages:
 
     @torch.no_grad()
     def _send(self, sums: SharedSums, gathered: Mapping[Gradient, Tensor]) -> None:
-        # the first step shows in which dtypes gradients come
-        dtypes = [run.dtype if self._processes.steps else run.sum_dtype for run in sums.runs]
+        dtypes = [run.dtype if sums.come_as_expected else run.sum_dtype for run in sums.runs]
         # a share of the sums leaves from there, too
         sizes = [
             max(run.numel * dtype.itemsize, run.share.nbytes)
@@ -261,6 +280,11 @@ class Averages:
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
+        known = self._processes.known
+        before = len(known)
+        known.update(*everyones_brought, *names)
+        if len(known) > before:
+            self._routes.staging.release()  # which is as large as masters' dtypes took
         if any(are_sparse):
             raise RuntimeError(
                 "Sparse gradients are not averaged over processes. Let the layer have "

@@ -51,6 +51,7 @@ class Processes:
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
         self.passes = 0  # number of backward passes of all processes
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
+        self.known: set[str] = set()  # names of weights that had a gradient in some process
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:

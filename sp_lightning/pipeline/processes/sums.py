@@ -21,7 +21,7 @@ class Run:
     """Gradients that lie one behind the other.
 
     Attributes:
-        dtype: The dtype in which they come.
+        dtype: The dtype in which they are expected to come.
         sum_dtype: The dtype of their sums, which is the masters'.
         numel: Elements in all, which all processes have equal shares of.
         share: This process's share of their sums.
@@ -29,8 +29,9 @@ class Run:
 
     share: Tensor
 
-    def __init__(self, gradients: Sequence[Gradient], dtype: torch.dtype, processes: int) -> None:
-        self.dtype, self.sum_dtype = dtype, gradients[0].weight.dtype
+    def __init__(self, gradients: Sequence[Gradient], processes: int) -> None:
+        weight = gradients[0].weight
+        self.dtype, self.sum_dtype = gradients[0].expected_dtype, weight.dtype
         self._begins: dict[Gradient, int] = {}
         end = 0
         for gradient in gradients:
@@ -57,6 +58,7 @@ class SharedSums:
         brought: What this process has brought in this backward pass.
         present: Those that any process has brought a part of.
         is_held: Whether the next gradients are added to what is there.
+        come_as_expected: Whether those of this pass come in the expected dtypes, in all processes.
     """
 
     def __init__(self, of_segment: SegmentGradients) -> None:
@@ -65,9 +67,9 @@ class SharedSums:
         box = masters.shared.box
         alike: dict[tuple[torch.dtype, torch.dtype], list[Gradient]] = {}
         for gradient in gradients:
-            dtypes = of_segment.segment.dtypes[gradient.weight], gradient.weight.dtype
+            dtypes = gradient.expected_dtype, gradient.weight.dtype
             alike.setdefault(dtypes, []).append(gradient)
-        self.runs = [Run(each, dtype, box.count) for (dtype, _), each in alike.items()]
+        self.runs = [Run(each, box.count) for each in alike.values()]
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
         sizes.append(len(gradients) * torch.float32.itemsize)
         begins, nbytes = lay_out(sizes)
@@ -84,7 +86,7 @@ class SharedSums:
         self.norms = dict(zip(gradients, norms.view(torch.float32).unbind(), strict=True))
         self.brought: list[Gradient] = []
         self.present: list[Gradient] = []
-        self.is_held = False
+        self.is_held = self.come_as_expected = False
 
     # A pass of all processes has a number, which is the same in all.
 

@@ -81,6 +81,7 @@ class Unit:
         # whether a custom Function was given one of its weights in this step, and may read it in backward
         self.has_raw_readers = False
         self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
+        self.calls_to_come = 0  # how many calls of live graphs no backward has reached yet
         # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
         # whether its optimizer steps are made on the device, where state visits for them

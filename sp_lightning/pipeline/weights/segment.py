@@ -28,6 +28,8 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
 STAGING_BUFFERS = 2  # one is filled while the other leaves
+# of several processes: as many for what comes, and one for a share that is added up in fp32
+STAGING_OF_SEVERAL = 2 * STAGING_BUFFERS + 1
 MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
 
 
@@ -51,8 +53,6 @@ class Segment:
 
     def prepare(self, pin: bool) -> None:
         """Have ready what is sent, in the dtypes in which weights are sent now."""
-        # the same in all processes, also if one of them gets a weight as it is within a step
-        self.dtypes = {weight: weight.compute_dtype for weight in self.weights}
         # where each weight begins in what is sent, and how much that is
         self.offsets, self.nbytes = lay_out([weight.compute_bytes for weight in self.weights])
         # for each weight the copy that is sent; None where the master itself is
@@ -196,6 +196,14 @@ class HostMemory:
         self._box = box
         self._buffers: list[HostBuffer] = []
         self._is_new = False  # whether some of it was made since values were waited for
+
+    @property
+    def staging_buffers(self) -> int:
+        """As many buffers gradients on their way take on the device."""
+        if self._box is None:
+            return STAGING_BUFFERS
+        # alone on its machine, a process has all sums as its share, which may be twice as large as what comes
+        return STAGING_OF_SEVERAL if self._box.count > 1 else 2 * STAGING_OF_SEVERAL
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes that lie beside masters for this purpose."""

@@ -102,6 +102,7 @@ class Learned:
         order = list(dict.fromkeys(called)) if self.order is None else self.order
         everyones = processes.gather((own, self.used_outside, self.divided, self.has_news, self.autocasts, order))
         self.order = everyones[0][-1]
+        self.outdated |= self.order != [unit.name for unit in units if unit.name in self.order]
         for others, used_outside, divided, outdated, autocasts, _ in everyones:
             self.autocasts.agree([autocasts])
             for known, names in zip(casts, others, strict=True):
@@ -187,7 +188,7 @@ class Arrangement:
         division.make_resident(learned.used_outside)
         division.put_in_order(learned.order or ())
         self._choose_dtypes()
-        self.layout = choose_device_layout(division, self._options, plan, self.budget)
+        self.layout = choose_device_layout(division, self._options, plan, self.budget, self._memory.staging_buffers)
         for unit in self.layout.units_on_device:
             unit.weights, unit.weights_on_device = [], unit.weights
         units = self.all_units

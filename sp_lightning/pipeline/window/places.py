@@ -29,7 +29,7 @@ from sp_lightning.pipeline.options import PipelineOptions, Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.units.unit import Division, Unit
 from sp_lightning.pipeline.weights.buffers import lay_out
-from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes
+from sp_lightning.pipeline.weights.segment import gradient_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -97,7 +97,7 @@ _DEFAULT_SLOTS = 2  # one computes, one arrives
 class DeviceLayout:
     """One way for units to share the device."""
 
-    def __init__(self, division: Division, window: WindowPlan) -> None:
+    def __init__(self, division: Division, window: WindowPlan, staging_buffers: int) -> None:
         self.window = window
         # units that live on the device, with their gradients and optimizer state
         self.units_on_device = [unit for unit in division.all_units() if unit.name in window.on_device]
@@ -112,11 +112,15 @@ class DeviceLayout:
         self.device_bytes = self.arena_bytes + resident_bytes + window.on_device_bytes
         # the same, with gradients on their way to the host
         largest = max((gradient_bytes(unit.weights) for unit in leaving), default=0)
-        self.streaming_bytes = self.device_bytes + STAGING_BUFFERS * largest
+        self.streaming_bytes = self.device_bytes + staging_buffers * largest
 
 
 def choose_device_layout(
-    division: Division, options: PipelineOptions, plan: WindowPlan | None, budget: int | None
+    division: Division,
+    options: PipelineOptions,
+    plan: WindowPlan | None,
+    budget: int | None,
+    staging_buffers: int,
 ) -> DeviceLayout:
     """Choose the layout that a planner wants, if it fits; else the usual small one; else the smallest, or raise.
 
@@ -127,12 +131,12 @@ def choose_device_layout(
     windows.append(WindowPlan(_DEFAULT_SLOTS if slots == "auto" else slots))
     if slots == "auto":
         windows.append(WindowPlan(1))
-    layouts = [DeviceLayout(division, window) for window in windows]
+    layouts = [DeviceLayout(division, window, staging_buffers) for window in windows]
     for layout in layouts:
         if budget is None or layout.streaming_bytes <= budget:
             return layout
     smallest = layouts[-1]
-    least = DeviceLayout(division, WindowPlan(1)).streaming_bytes
+    least = DeviceLayout(division, WindowPlan(1), staging_buffers).streaming_bytes
     raise ValueError(
         f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k * options.k_prime}`: "
         "weights, and gradients on their way to the host, take "

@@ -208,6 +208,9 @@ def bytes_on_a_link(on_a_machine: int = 1) -> None:
                 model(torch.randn(5, 256)).square().mean().backward()
             crossed = sum(exchanged) + pipeline.stats.bytes_to_host
             optimizer.step()
+            layout = pipeline.arrangement.layout
+            held = pipeline._engine.stream.routes.staging.nbytes() + 4 * 256 * 1024 // on_a_machine
+            assert held <= layout.streaming_bytes - layout.device_bytes, "with a share of the largest, in fp32"
     assert 4 <= crossed / sum(weight.numel() for weight in model.parameters()) <= 4.1
 
 

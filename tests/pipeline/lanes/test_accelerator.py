@@ -37,7 +37,8 @@ class LostEvent:
 def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
     """It ended the thread instead, and whoever waited for work on the host waited for ever."""
     worker, done = Worker("test-thread"), list[str]()
-    failed = worker.submit(Job(lambda: done.append("with what never came"), [devices._StreamTicket(LostEvent(), None)]))
+    ticket = devices._StreamTicket(LostEvent(), None, nullcontext)
+    failed = worker.submit(Job(lambda: done.append("with what never came"), [ticket]))
     worker.submit(Job(lambda: done.append("something else")))
     waiting = threading.Thread(target=worker.drain, daemon=True)
     waiting.start()

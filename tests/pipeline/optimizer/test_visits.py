@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -229,6 +230,39 @@ def test_a_visit_that_fails_raises(begins: bool, monkeypatch: pytest.MonkeyPatch
     assert pipeline.stats.visits == before + 6
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     pipeline.detach()
+
+
+def test_a_visit_that_fails_in_the_middle_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first piece was asked for when the second one failed; others get the place that it writes to."""
+    send, sent, asked = visit.Visit._send, list[object](), list[Ticket]()
+
+    class Slow(HostBackend):
+        def beside(self, lane: Lane, job: Job) -> Ticket:
+            action = job.action
+            job.action = lambda: (time.sleep(0.02), action())[1]
+            asked.append(super().beside(lane, job))
+            return asked[-1]
+
+    def fail(self: visit.Visit, *args: Any) -> Any:
+        sent.append(self)
+        if sent.count(self) == 2:
+            raise RuntimeError("no memory for pieces")
+        return send(self, *args)
+
+    with visiting([1], Slow()) as (model, pipeline, optimizer):
+        for _ in range(2):
+            clipped_backward(model, pipeline)
+            optimizer.step()
+        model.blocks[1].up.weight.sum()
+        clipped_backward(model, pipeline)
+        with monkeypatch.context() as failing:
+            failing.setattr(visit.Visit, "_send", fail)
+            with suppress(RuntimeError):  # or whoever waits for the step hears of it
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="no memory for pieces"):
+                model.blocks[1].up.weight.sum()
+        assert asked
+        assert all(ticket.done for ticket in asked)
 
 
 def test_two_optimizers_step_a_unit_in_turn() -> None:

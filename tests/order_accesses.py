@@ -1,0 +1,81 @@
+"""What the work of the engine's jobs reads and writes, for the checker of ordering (order_check.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.optim import passes
+from sp_lightning.pipeline.gradients import routes
+from sp_lightning.pipeline.lanes.lanes import do_nothing
+from sp_lightning.pipeline.optimizer import clipping, unit_steps, visit
+from sp_lightning.pipeline.processes.sums import SharedSums
+from sp_lightning.pipeline.units.unit import Unit
+
+Accesses = tuple[list[Any], list[Any]]
+"""Tensors that are read, and tensors that are written; None is among them where there is none."""
+
+
+def accesses_of(action: Any) -> Accesses:
+    """What the work of a job reads, and what it writes."""
+    while hasattr(action, "__wrapped__"):  # timed, or slowed down
+        action = action.__wrapped__
+    function, args = getattr(action, "func", action), getattr(action, "args", ())
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    if function.__module__.startswith("tests"):
+        return [], []
+    assert function in _ACCESSES, f"tell tests/order_accesses.py what {function} reads and writes"
+    return _ACCESSES[function](owner, *args)
+
+
+def _nothing(*_: Any) -> Accesses:
+    return [], []
+
+
+def _of_step(_: None, unit: Unit, step: Any, updates: Any, *args: Any) -> Accesses:
+    pairs = [pair for of_group in updates.values() for pair in of_group]
+    reads = [each for work, factors in pairs for each in (work.gradient, *factors)]
+    return reads, [each for work, _ in pairs for each in (work.weight, work.copy, *tree_leaves(work.state))]
+
+
+def _of_sums(_: None, sums: Any, dtype: object) -> Accesses:
+    return [each for of in sums for each in (of.before, of.added)], [
+        each for of in sums for each in (of.total, of.norm)
+    ]
+
+
+def _of_factor(_: None, norms: Any, most: float, factor: Tensor) -> Accesses:
+    return [each for of in norms for each in (of.gradient if of.norm is None else of.norm, *of.factors)], [factor]
+
+
+def _of_copies(_: visit.Visit, pairs: Any) -> Accesses:
+    return [source for _, source in pairs], [target for target, _ in pairs]
+
+
+def _of_piece(update: visit.Visit, piece: Any, passes: object, updates: Any) -> Accesses:
+    gradients = [updates[part.number].gradient for part in piece.parts if part.memory.gradient is None]
+    start, sent = piece.sent
+    place = update._segment.place[start : start + sent.nbytes]
+    return gradients, [piece.buffer.bytes, *([place] if update._is_placed else [])]
+
+
+def _of_shares(sums: SharedSums, number: int, measured: Any) -> Accesses:
+    return [sums.places[each] for each in measured], [sums.norms[each] for each in measured]
+
+
+_ACCESSES: dict[Any, Callable[..., Accesses]] = {
+    do_nothing: _nothing,
+    visit.note_stepped: _nothing,
+    visit.Visit._ask: _nothing,
+    visit.Visit._copy: _of_copies,
+    visit.Visit._step: _of_piece,
+    unit_steps._step_unit: _of_step,
+    routes._add_up: _of_sums,
+    clipping._find_factor: _of_factor,
+    passes.add: lambda _, total, added: ([added], [total]),
+    SharedSums.land: _of_shares,
+}
