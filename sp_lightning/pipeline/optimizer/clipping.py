@@ -116,12 +116,13 @@ class Clipping:
         finally:
             self._stream.routes.measures_norms = False
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | Tensor) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does.
 
         If some of the parameters do not stream, those are clipped now, and the host waits until all others have landed.
         """
         parameters = list(parameters)
+        max_norm = float(max_norm)  # as torch does first: the factor would be rounded otherwise
         with self._at_work:
             found = self._find(parameters)
             why_torch_clips = self._why_torch_clips(found)

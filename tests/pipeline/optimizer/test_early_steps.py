@@ -279,13 +279,15 @@ def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any],
         lambda optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.5)),
         lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         lambda optimizer: optimizer.param_groups[0]["lr"].mul_(2),
+        lambda optimizer: optimizer.param_groups[0]["betas"].reverse(),
     ],
-    ids=["learning rate", "betas", "another group", "a tensor"],
+    ids=["learning rate", "betas", "another group", "a tensor", "in a list"],
 )
 def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]) -> None:
     """Units would have been stepped with others than the rest."""
     with attached(model := chain()) as pipeline:
         optimizer = Adam(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
         stepped_early(pipeline, model, optimizer)
         change(optimizer)
         with pytest.raises(RuntimeError, match="stepped units in backward, and now its param groups were changed"):
