@@ -24,8 +24,7 @@ from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
 _OF_TORCH = (torch.optim.AdamW, torch.optim.Adam)
-_NUMBERS = {"lr", "betas", "eps", "weight_decay"}
-_CHOICES = {"fused", "foreach", "decoupled_weight_decay"}
+_KNOWN = {"lr", "betas", "eps", "weight_decay", "fused", "foreach", "decoupled_weight_decay"}
 _OFF = {"amsgrad", "maximize", "capturable", "differentiable"}  # options that a pass does not have
 _TRIED: list[dict[str, Any]] = [
     {"betas": (0.9, 0.999), "weight_decay": 0.1},
@@ -87,7 +86,7 @@ class OnePass:
 
 def _is_plain(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
     """Tell whether torch would run its fused kernel with these settings, and every option is one that a pass knows."""
-    is_known = optimizer.defaults.keys() <= _NUMBERS | _CHOICES | _OFF
+    is_known = optimizer.defaults.keys() <= _KNOWN | _OFF
     return is_known and bool(settings.get("fused")) and not any(map(settings.get, _OFF))
 
 

@@ -71,12 +71,14 @@ def taken(work: Work) -> tuple[Memory, Scaling]:
 
 def run(passes: Sequence[Pass]) -> None:
     """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
-    on_host = [step for step in passes if step.memory.weight.device.type == "cpu"]
+    on_host: list[Pass] = []
     for step in passes:
-        if step.memory.weight.device.type != "cpu":
+        if step.memory.weight.device.type == "cpu":
+            on_host.append(step)
+        else:
             step_on_device(step)
     if on_host:
-        _run_kernels([_without_fp16(step) for step in on_host])
+        _run_kernels(list(map(_without_fp16, on_host)))
     for step in on_host:
         if _is_fp16(step.memory.copy):
             step.memory.copy.copy_(step.memory.weight)
@@ -88,12 +90,12 @@ def _is_fp16(tensor: Tensor | None) -> bool:
 
 def _without_fp16(step: Pass) -> Pass:
     """Return a pass for kernels, which do not know fp16: torch casts the gradient before, and writes the copy after."""
-    memory = step.memory
-    if _is_fp16(memory.gradient):
-        memory = memory._replace(gradient=memory.gradient.float())
-    if _is_fp16(memory.copy):
-        memory = memory._replace(copy=None)
-    return step._replace(memory=memory)
+    gradient, copy = step.memory.gradient, step.memory.copy
+    if _is_fp16(gradient):
+        gradient = gradient.float()
+    if _is_fp16(copy):
+        copy = None
+    return step._replace(memory=step.memory._replace(gradient=gradient, copy=copy))
 
 
 def _run_kernels(passes: Sequence[Pass]) -> None:

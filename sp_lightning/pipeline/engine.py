@@ -128,6 +128,8 @@ class Engine:
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity and values, and are on the host."""
         if hasattr(self, "guard"):  # the last part, before anything is changed
+            if not self.optimizers.shows_used:
+                self.optimizers.drop_used()
             self._leave_places()
             for member in self.arrangement.members:
                 # the call of a module that looks into a unit may still be running
@@ -140,7 +142,9 @@ class Engine:
     def rearrange(self, autocast: torch.dtype | None) -> None:
         """Give the module back, and take it over as it is now: it is another tree."""
         self._is_arranged = False
+        addresses = self.memory.addresses
         self.uninstall()
+        self.memory.addresses = addresses  # what the user has put elsewhere stays there
         self.learned = Learned(self.learned.divided)
         self.plan = self.activations.auto = None
         self.arrange(autocast)
@@ -151,6 +155,7 @@ class Engine:
         """Put weights where the plan and what was learned want them, sent as autocast uses them; no graph may wait."""
         arrangement = self.arrangement
         self._is_arranged = False
+        self.optimizers.drop_used()  # or it would have to be shown
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(autocast, self.plan)
@@ -210,8 +215,7 @@ class Engine:
             self.rearrange(autocast)
         if waiting:
             return
-        # first, as what it drops would have to be shown if weights got other places
-        self.optimizers.begin_step()
+        self.optimizers.drop_used()
         if self.arrangement.is_lent_out():
             return
         with self.at_work:

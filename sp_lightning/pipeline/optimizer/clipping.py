@@ -213,6 +213,9 @@ class Clipping:
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.of[weight]
+            if gradient is not None:
+                gradient.check()
+                gradient.fill_zeros()
             if gradient is not None and gradient.tensor is not None:
                 found.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
                 found.ours.append(gradient)

@@ -99,7 +99,8 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
     groups = []
     for param_group in optimizer.param_groups:
         own = {key: value for key, value in param_group.items() if key != "params"}
-        settings: dict[str, Any] = tree_map_only(Tensor, _copy_number, own)
+        # what is in lists as well; what is no number stays as it is
+        settings: dict[str, Any] = tree_map_only(Tensor, lambda x: x.detach().clone() if x.numel() == 1 else x, own)
         undecided = settings.get("fused", False) is None and settings.get("foreach") is None
         if fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
             # up to torch 2.13 SGD's kernel silently leaves weights in half precision as they are (pytorch#191763)
@@ -107,10 +108,6 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
             settings["fused"] = None if type(optimizer) is SGD and is_half else True
         groups.append(settings)
     return groups
-
-
-def _copy_number(value: Tensor) -> Tensor:
-    return value.detach().clone() if value.numel() == 1 else value
 
 
 def refuse_copies(optimizer: Optimizer) -> None:
@@ -132,10 +129,10 @@ def refuse_copies(optimizer: Optimizer) -> None:
 
 
 class Afterwards(enum.Enum):
-    """What becomes of a gradient that an optimizer has used."""
+    """What becomes of a gradient that an optimizer has used, if the engine has it."""
 
     DROPPED = enum.auto()
-    """It is gone when `step()` returns, as after `zero_grad`: the step has consumed it."""
+    """It may be gone when `step()` returns: units may be stepped with it in backward, and let go of it."""
 
     KEPT_UNTIL_THE_NEXT_STEP = enum.auto()
     """It can be read until the next step begins."""
@@ -151,13 +148,10 @@ class Plan:
         self.parameters = identities_of(optimizer)
         # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
-        self.others: list[nn.Parameter] = []  # that are no weights of ours
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
-                if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
-                    self.others.append(parameter)
-                else:
+                if weight is not None and not isinstance(weight, QuantizedWeight):  # nobody trains these
                     self.gradients[stream.of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}
         # the units that its weights are in, first the one that the next forward needs first
@@ -194,6 +188,7 @@ class Step:
             if gradient.of_segment.is_consumed:
                 continue
             weight = gradient.weight
+            gradient.fill_zeros()
             tensor = gradient.tensor
             if tensor is None:
                 tensor = weight.master.grad

@@ -136,6 +136,7 @@ def in_backward() -> None:
             with pipeline.optimizers.stepping_in_backward(optimizer):
                 model(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
         assert pipeline.stats.steps_in_backward == 49 * 5, "not the step in which units are arranged anew"
 
 
@@ -208,6 +209,7 @@ def bytes_on_a_link(on_a_machine: int = 1) -> None:
                 model(torch.randn(5, 256)).square().mean().backward()
             crossed = sum(exchanged) + pipeline.stats.bytes_to_host
             optimizer.step()
+            optimizer.zero_grad()
     assert 4 <= crossed / sum(weight.numel() for weight in model.parameters()) <= 4.1
 
 

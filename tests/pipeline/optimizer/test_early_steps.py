@@ -15,7 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
 
-from .parts import WIDTH, Own, X, adam, attached, by_kind, chain, check_story, everything, momentum, plain_step
+from .parts import (
+    WIDTH,
+    Own,
+    X,
+    adam,
+    attached,
+    by_kind,
+    chain,
+    check_story,
+    everything,
+    momentum,
+    plain_step,
+    stepped_early,
+)
 
 
 def train_in_backward(
@@ -233,16 +246,6 @@ def test_an_exception_while_stepping_in_backward_warns(inside: bool) -> None:
         assert len(optimizer.param_groups[0]["params"]) == 10
         optimizer.zero_grad()
         plain_step(model, optimizer)
-
-
-def stepped_early(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer) -> None:
-    """Units have taken a step whose `step()` has not come yet."""
-    plain_step(model, optimizer)
-    optimizer.zero_grad()
-    loss = model(X).square().mean()
-    with pipeline.optimizers.stepping_in_backward(optimizer):
-        loss.backward()
-    assert pipeline.stats.steps_in_backward == 5
 
 
 LOOKS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
