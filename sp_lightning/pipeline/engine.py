@@ -155,7 +155,8 @@ class Engine:
         """Put weights where the plan and what was learned want them, sent as autocast uses them; no graph may wait."""
         arrangement = self.arrangement
         self._is_arranged = False
-        self.optimizers.drop_used()  # or it would have to be shown
+        self._show_used()
+        self.optimizers.drop_used()  # or all of it would have to be shown
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(autocast, self.plan)
@@ -176,6 +177,14 @@ class Engine:
         self.guard.install(arrangement.weights)
         self._is_arranged = True
         self.stats.arrangements += 1
+
+    def _show_used(self) -> None:
+        """Have gradients of what comes to the device be the users', who may zero them there, as `zero_grad` does."""
+        coming = () if self.plan is None else self.plan.on_device
+        with self.at_work:
+            for weight, gradient in self.stream.of.items():
+                if weight.unit.name in coming:
+                    gradient.show()
 
     def _leave_places(self) -> None:
         """Have nothing under way, and nobody guard weights, follow their gradients, or count on where they lie."""
@@ -215,7 +224,6 @@ class Engine:
             self.rearrange(autocast)
         if waiting:
             return
-        self.optimizers.drop_used()
         if self.arrangement.is_lent_out():
             return
         with self.at_work:
