@@ -158,6 +158,7 @@ class Optimizers:
             self._at_work.goes_on = None
             plan = self._plan_of(optimizer)
             if self._by_unit:
+                self._by_unit = False  # another optimizer may wrap it, whose step is yet to end
                 self._step(optimizer, plan)
             else:
                 for unit in plan.units:
