@@ -22,6 +22,7 @@ from sp_lightning.trainer import Namespace, is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
 from sp_lightning.trainer.host_memory import (
     check_optimizer_memory,
+    copy_pruned_originals,
     keep_averages_on_host,
     materialize,
 )
@@ -78,6 +79,9 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if trainer is not None:
             is_shared = self.meetings.processes is not None
             keep_averages_on_host(trainer, is_shared, self.meetings.follows, self.lightning)
+            # on the CPU, plain training trains the originals as well
+            if self.root_device.type != "cpu":
+                copy_pruned_originals(trainer, self.lightning)
 
     @contextmanager
     @override

@@ -149,7 +149,7 @@ def clipped(fabric: Fabric, trace: Trace, models: int = 1) -> None:
     built = nn.ModuleList(chain(3) for _ in range(models))
     ours = [*map(fabric.setup_module, built)]
     optimizer = fabric.setup_optimizers(SGD(built.parameters(), lr=0.1, momentum=0.9))
-    ways = {"max_norm": 0.1}, {"max_norm": 0.1}, {"clip_val": 1e-3}, {"max_norm": 1, "norm_type": 1.0}
+    ways = {"max_norm": 0.1}, {"max_norm": torch.tensor(0.1)}, {"clip_val": 1e-3}, {"max_norm": 1, "norm_type": 1.0}
     for step, how in enumerate(ways):
         optimizer.zero_grad()
         fabric.backward(reduce(lambda x, model: model(x), ours, Run.rows(step)).square().mean())

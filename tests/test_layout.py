@@ -122,11 +122,11 @@ def test_imports_point_one_way_within_the_engine():
 # takes something out lowers the numbers. A token is one of code: docstrings and comments are free, and a long name
 # costs as much as a short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
 AT_MOST = {
-    "code lines of more than 100 columns, per mille": 29,
-    "files": 106,
+    "code lines of more than 100 columns, per mille": 32,
+    "files": 108,
     "imports that lead back": 5,
-    "tokens": 114_400,
-    "tokens of the engine": 73_300,
+    "tokens": 119_700,
+    "tokens of the engine": 78_200,
 }
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
-from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.callbacks import Callback, LambdaCallback, OnExceptionCheckpoint
+from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -348,6 +349,68 @@ def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) ->
     assert_same_fit(ReadingLater, precision=precision, **arguments)
 
 
+class Reads(Callback):
+    """Looks at gradients in a hook; in the last ones the module is plain again."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.read)
+
+    def read(self, trainer: Any, module: Any, *_: Any, **__: Any) -> None:
+        module.losses += [torch.zeros(1) if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+AFTER_A_STEP = [
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
+    *("on_save_checkpoint", "on_fit_end", "teardown"),
+]
+
+
+@pytest.mark.parametrize("hook", AFTER_A_STEP)
+def test_any_hook_may_read_gradients_after_the_step(hook: str, tmp_path: Path) -> None:
+    saves = {"enable_checkpointing": True, "default_root_dir": tmp_path} if hook == "on_save_checkpoint" else {}
+    stats = assert_same_fit(callbacks=[partial(Reads, hook)], limit_val_batches=0, max_epochs=2, **saves)
+    assert stats.steps_in_backward > 0
+
+
+class ClipsLater(Module):
+    """Decides about clipping when Lightning's step is under way."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.trainer.gradient_clip_val = 1e-3 if index else None
+        return super().training_step(batch, index)
+
+
+class Appends(Module):
+    """Adds a callback that changes gradients, in the middle of a step."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.global_step == 2:
+            halves = LambdaCallback(on_before_optimizer_step=lambda _, module, __: halve_all(module))
+            self.trainer.callbacks.append(halves)
+
+
+def halve_all(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("cls", [ClipsLater, Appends])
+def test_what_decides_about_a_step_may_change_before_its_backward(cls: type[Module]) -> None:
+    assert assert_same_fit(cls).steps_in_backward > 0
+
+
+class AccumulatesLater(Module):
+    """From the fourth batch on, two are added up: Lightning does not zero what the step before has used."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        self.trainer.accumulate_grad_batches = 1 if index < 3 else 2
+
+
+def test_accumulation_that_begins_within_an_epoch_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="was used in an optimizer's step, and nobody has zeroed it since"):
+        fit(AccumulatesLater(), strategy_for(True))
+
+
 class Leaving(Module):
     """Zeroes gradients in every other step; in between they add up, as they were clipped."""
 
@@ -401,6 +464,14 @@ class ChangesGradients(DoublePrecision):
             parameter.grad.mul_(0.5)
 
 
+class ChangesGradientsByAHook(Precision):
+    """Another one, by a method that nothing public tells of."""
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        super()._after_closure(model, optimizer)
+        halve_all(model)
+
+
 class AddsUpItself(Module):
     """Returns losses, which its own `backward` reduces, and looks at gradients there."""
 
@@ -450,8 +521,8 @@ def test_strategies_of_users(changes: type) -> None:
 
 @pytest.mark.parametrize(
     ("make", "plugins"),
-    [(Module, [ChangesGradients]), (AddsUpItself, []), (WarmsUp, [])],
-    ids=["precision plugin", "several losses", "learning rate"],
+    [(Module, [ChangesGradients]), (Module, [ChangesGradientsByAHook]), (AddsUpItself, []), (WarmsUp, [])],
+    ids=["precision plugin", "its hook", "several losses", "learning rate"],
 )
 def test_user_code_around_backward_is_exact(make: type[Module], plugins: list[Any]) -> None:
     assert_same_fit(make, {"memory_budget": "1GiB"}, plugins=[plugin() for plugin in plugins], steps=4)

@@ -18,6 +18,7 @@ from .lightning_modules import Placed, fit_placed
 from .planning.parts import Fixed
 
 OURS = partial(optim.AdamW, lr=1e-2)
+INT8 = partial(OURS, moments="int8")
 FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
@@ -30,9 +31,11 @@ FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
         ("32-true", FUSED),
         ("bf16-mixed", OURS),  # with torch's fused ones, Lightning clips under no autocast
         ("16-mixed", OURS),
+        ("bf16-mixed", INT8),
+        ("16-mixed", INT8),
         ("bf16-true", FUSED),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.func.__module__,
+    ids=lambda value: value if isinstance(value, str) else value.keywords.get("moments", value.func.__module__),
 )
 def test_each_place_in_each_precision(precision: str, make: Any, clip: float | None, accumulate: int) -> None:
     """A unit lives, two visit from the second step on, three are stepped on the host."""

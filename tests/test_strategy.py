@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.trainer.host_memory import copy_pruned_originals
+
+from .helpers import assert_same_trace
 from .lightning_modules import (
     Adversaries,
     Base,
@@ -23,6 +28,7 @@ from .lightning_modules import (
     fit,
     loader,
     plain,
+    run,
     streamed,
     trainer,
 )
@@ -289,14 +295,31 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 3}),
     "EarlyStopping": lambda: callbacks.EarlyStopping("val_loss", patience=0),
     "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False),
+    "ModelPruning as on a GPU": lambda: pruning_as_on_a_gpu(),
 }
 if hasattr(callbacks, "WeightAveraging"):  # not in Lightning 2.5
     CALLBACKS["EMAWeightAveraging"] = lambda: callbacks.EMAWeightAveraging(decay=0.5, device="cpu")
 
 
+def pruning_as_on_a_gpu():
+    """With the default, by which weights are reset to copies of the originals; on the CPU, to the originals."""
+    callback = callbacks.ModelPruning("l1_unstructured", amount=0.5)
+    copy_pruned_originals(SimpleNamespace(callbacks=[callback]), SuperpipelineStrategy.lightning)
+    return callback
+
+
+def test_pruning_trains_the_originals_on_the_cpu():
+    """As plain training does there: they are what weights were reset to."""
+    traces = []
+    for strategy in (plain(), streamed()):
+        pruning = callbacks.ModelPruning("l1_unstructured", amount=0.5)
+        traces.append(run(strategy, Base, fit, lambda pruning=pruning: {"callbacks": pruning, "max_epochs": 5}))
+    assert_same_trace(*traces)
+
+
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks(name):
-    assert_same_training(arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 3})
+    assert_same_training(arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 5})
 
 
 @pytest.mark.parametrize("arguments", [{"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 4}], ids=str)

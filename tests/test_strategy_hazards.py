@@ -167,6 +167,17 @@ def test_hazard_09_averages_on_the_device_are_refused_before_any_copy(module, av
         strategy.setup_environment()
 
 
+def test_pruning_copies_the_originals_that_it_has_saved(module):
+    """As it does on a GPU, where it moves them to the device; with weights on the host training would change them."""
+    strategy, callback = Pretended(module), callbacks.ModelPruning("l1_unstructured", amount=0.5)
+    module._trainer.callbacks = [callback]
+    strategy.setup_environment()
+    new, original = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    callback._copy_param(new, original, "weight")
+    assert torch.equal(new.weight, original.weight)
+    assert new.weight.data_ptr() != original.weight.data_ptr()
+
+
 def test_hazard_10_the_strategy_can_be_pickled_while_attached():
     class Pickling(callbacks.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

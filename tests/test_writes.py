@@ -178,12 +178,39 @@ class Keeps(SGD):
             alias[0] -= weight.grad[0]
 
 
-def test_an_optimizer_that_keeps_aliases() -> None:
+class Flat(SGD):
+    """Weights are views of one buffer, which it steps as a whole."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        weights = self.param_groups[0]["params"]
+        if not hasattr(self, "flat"):
+            self.flat = torch.cat([weight.data.flatten() for weight in weights])
+            for weight, part in zip(weights, self.flat.split([weight.numel() for weight in weights]), strict=True):
+                weight.data = part.view_as(weight)
+        self.flat -= 0.1 * torch.cat([weight.grad.flatten() for weight in weights])
+
+
+def add_a_block(run: Run) -> None:
+    """The module is attached as another tree; nobody steps what is new."""
+    run.model.blocks.append(Block())
+
+
+@pytest.mark.parametrize(
+    ("cls", "outside", "change"),
+    [(Keeps, False, bool), (Flat, False, bool), (Flat, True, bool), (Flat, False, add_a_block)],
+    ids=["aliases", "a buffer", "a buffer, and a weight has another place", "a buffer, and another tree"],
+)
+def test_an_optimizer_that_keeps_the_memory_of_weights(cls: type[SGD], outside: bool, change: Any) -> None:
     def story(run: Run) -> None:
-        optimizer = Keeps(run.model.parameters())
+        optimizer = cls(list(run.model.parameters()))
         for number in range(4):  # without a look at weights in between, which would take other aliases
+            if number == 2:
+                change(run)
             with run.step():
                 loss = run.model(run.rows(number)).square().mean()
+                if outside:
+                    loss = loss + 0.1 * run.model.blocks[1].up.weight.square().sum()
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()

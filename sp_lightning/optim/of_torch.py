@@ -23,10 +23,9 @@ from sp_lightning.optim.optimizers import Adam, AdamW
 from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
-_UPDATES: dict[type[Optimizer], Update] = {
-    torch.optim.AdamW: AdamW.update,
-    torch.optim.Adam: Adam.update,
-}
+_OF_TORCH = (torch.optim.AdamW, torch.optim.Adam)
+_KNOWN = {"lr", "betas", "eps", "weight_decay", "fused", "foreach", "decoupled_weight_decay"}
+_OFF = {"amsgrad", "maximize", "capturable", "differentiable"}  # options that a pass does not have
 _TRIED: list[dict[str, Any]] = [
     {"betas": (0.9, 0.999), "weight_decay": 0.1},
     {"betas": (0.4, 0.95), "weight_decay": 0.0},
@@ -40,16 +39,15 @@ class OnePass:
     """Steps weights of one param group, each in one pass over its memory."""
 
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
-        self._type: Any = type(optimizer)
         self._settings = settings
-        is_plain = not settings.get("amsgrad") and not settings.get("maximize")
+        self._is_torchs = type(optimizer) in _OF_TORCH
         # None where steps are left to the optimizer's own code
         self._update: Update | None = None
         if isinstance(optimizer, AdamW):
             self._update = optimizer.update
-        elif settings.get("fused") and is_plain and find_spec("numba"):
-            # torch would run its fused kernel
-            self._update = _UPDATES.get(self._type)
+        elif self._is_torchs and _is_plain(optimizer, settings) and find_spec("numba"):
+            # torch's Adam and AdamW decay weights as this says, whichever of them it is
+            self._update = AdamW.update if settings["decoupled_weight_decay"] else Adam.update
 
     @property
     def is_possible(self) -> bool:
@@ -70,7 +68,7 @@ class OnePass:
         takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16, dtype)
         if copy is not None and not takes_copy:
             return False
-        if self._type not in _UPDATES:
+        if not self._is_torchs:
             return True
         moments = [state.get(name) for name in MOMENT_NAMES]
         lie_alike = all(_lies_like(weight, moment, dtype) for moment in moments)
@@ -84,6 +82,12 @@ class OnePass:
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
         run(self.passes_of(works))
+
+
+def _is_plain(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+    """Tell whether torch would run its fused kernel with these settings, and every option is one that a pass knows."""
+    is_known = optimizer.defaults.keys() <= _KNOWN | _OFF
+    return is_known and bool(settings.get("fused")) and not any(map(settings.get, _OFF))
 
 
 def scaling_of(factors: Iterable[float | Tensor]) -> Scaling | None:

@@ -113,7 +113,7 @@ class AdamW(Optimizer):
         saved_groups = [group for group in state_dict["param_groups"] if COMPACT not in group]
         for number, own in enumerate(self.param_groups[: len(saved_groups)]):
             saved = saved_groups[number]
-            _check_options(saved, own)
+            _check_options(saved, own, self.update.is_decoupled)
             saved_groups[number] = {**own, **saved}
         # torch would cast all state to the dtype of the weight
         super().load_state_dict({**state_dict, "param_groups": saved_groups, "state": {}})
@@ -123,7 +123,13 @@ class AdamW(Optimizer):
                     self.state[p] = _loaded(state_dict["state"][number], make_state(p, group))
 
 
-def _check_options(saved: dict[str, Any], own: dict[str, Any]) -> None:
+def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: bool) -> None:
+    # torch's Adam would go on as AdamW, whose checkpoint it is, and torch's AdamW as itself
+    if saved.get("decoupled_weight_decay") and saved["weight_decay"] and not is_decoupled:
+        raise ValueError(
+            "the checkpoint has decoupled weight decay, and sp_lightning.optim.Adam has none: "
+            "load it into sp_lightning.optim.AdamW"
+        )
     moments = saved.get("moments", "fp32")  # torch's
     master, maximize = saved.get("master", "auto"), saved.get("maximize")
     if master not in ("auto", "split") or moments == "bf16" or maximize:

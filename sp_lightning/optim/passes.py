@@ -70,17 +70,32 @@ def taken(work: Work) -> tuple[Memory, Scaling]:
 
 
 def run(passes: Sequence[Pass]) -> None:
-    """Update weights: on the CPU by kernels, on an accelerator, and beside fp16, by torch's operations."""
+    """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
     on_host: list[Pass] = []
     for step in passes:
-        memory = step.memory
-        has_fp16 = any(each is not None and each.dtype == torch.float16 for each in (memory.gradient, memory.copy))
-        if memory.weight.device.type == "cpu" and not has_fp16:
+        if step.memory.weight.device.type == "cpu":
             on_host.append(step)
         else:
             step_on_device(step)
     if on_host:
-        _run_kernels(on_host)
+        _run_kernels(list(map(_without_fp16, on_host)))
+    for step in on_host:
+        if _is_fp16(step.memory.copy):
+            step.memory.copy.copy_(step.memory.weight)
+
+
+def _is_fp16(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype == torch.float16
+
+
+def _without_fp16(step: Pass) -> Pass:
+    """Return a pass for kernels, which do not know fp16: torch casts the gradient before, and writes the copy after."""
+    gradient, copy = step.memory.gradient, step.memory.copy
+    if _is_fp16(gradient):
+        gradient = gradient.float()
+    if _is_fp16(copy):
+        copy = None
+    return step._replace(memory=step.memory._replace(gradient=gradient, copy=copy))
 
 
 def _run_kernels(passes: Sequence[Pass]) -> None:

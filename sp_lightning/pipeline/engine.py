@@ -129,6 +129,8 @@ class Engine:
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity and values, and are on the host."""
         if hasattr(self, "guard"):  # the last part, before anything is changed
+            if not self.optimizers.shows_used:
+                self.optimizers.drop_used()
             self._leave_places()
             for member in self.arrangement.members:
                 # the call of a module that looks into a unit may still be running
@@ -141,7 +143,9 @@ class Engine:
     def rearrange(self) -> None:
         """Give the module back, and take it over as it is now: it is another tree."""
         self._is_arranged = False
+        addresses = self.memory.addresses
         self.uninstall()
+        self.memory.addresses = addresses  # what the user has put elsewhere stays there
         self.learned = Learned(self.learned.divided, self.learned.autocasts)
         self.plan = self.activations.auto = None
         self.arrange()
@@ -152,6 +156,8 @@ class Engine:
         """Put weights where the plan and what was learned want them, sent as autocast uses them; no graph may wait."""
         arrangement = self.arrangement
         self._is_arranged = False
+        self._show_used()
+        self.optimizers.drop_used()  # or all of it would have to be shown
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(self.plan)
@@ -172,6 +178,14 @@ class Engine:
         self.guard.install(arrangement.weights)
         self._is_arranged = True
         self.stats.arrangements += 1
+
+    def _show_used(self) -> None:
+        """Have gradients of what comes to the device be the users', who may zero them there, as `zero_grad` does."""
+        coming = () if self.plan is None else self.plan.on_device
+        with self.at_work:
+            for weight, gradient in self.stream.of.items():
+                if weight.unit.name in coming:
+                    gradient.show()
 
     def _leave_places(self) -> None:
         """Have nothing under way, and nobody guard weights, follow their gradients, or count on where they lie."""
@@ -210,8 +224,6 @@ class Engine:
             self.rearrange()
         if waiting:
             return
-        # first, as what it drops would have to be shown if weights got other places
-        self.optimizers.begin_step()
         if self.arrangement.is_lent_out():
             return
         with self.at_work:

@@ -288,6 +288,11 @@ def _check_module(module: nn.Module) -> None:
                 f"Parameter {name!r} was made in inference mode, so nothing can follow writes to "
                 "it. Build the model outside of `torch.inference_mode()`."
             )
+        if getattr(parameter, "grad_dtype", parameter.dtype) not in (parameter.dtype, None):
+            raise ValueError(
+                f"Parameter {name!r} is {parameter.dtype}, and its `grad_dtype` {parameter.grad_dtype}: superpipeline "
+                "has gradients in the dtype of their weights. Leave `grad_dtype` as it is."
+            )
         if parameter.device.type == "meta":
             raise ValueError(
                 f"Parameter {name!r} is on the meta device and has no values. Materialize the "

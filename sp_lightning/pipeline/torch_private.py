@@ -217,14 +217,41 @@ def alias_count(key: int) -> int:
     return torch._C._storage_Use_Count(key) - torch._C._storage_Use_Count(storage_key(alone)) + 1
 
 
+_OF_ALL_GRADIENTS = "register_multi_grad_hook.<locals>.get_inner_hook"
+
+
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Return the hooks of `Tensor.register_hook`: the graph holds the twin, so the master's are called by hand."""
-    return list((parameter._backward_hooks or {}).values())
+    """Return the hooks of `Tensor.register_hook`: the graph holds the twin, so the master's are called by hand.
+
+    Torch's hook for all of several tensors counts nodes of the graph, which is not built on masters.
+    """
+    hooks = list((parameter._backward_hooks or {}).values())
+    for hook in hooks:
+        if getattr(hook, "__qualname__", "").startswith(_OF_ALL_GRADIENTS):
+            raise RuntimeError(
+                "`torch.autograd.graph.register_multi_grad_hook` was given weights between steps, so its hook would "
+                'never be called. Register it in the step, before the loss, on `weight[:]`, or with `mode="any"`.'
+            )
+    return hooks
 
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
     """Return the hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+_ZERO_GRADS = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad.__code__)
+
+
+def zeroing() -> bool | None:
+    """Return the `set_to_none` of torch's `zero_grad` if that has asked a guard for a gradient; else None.
+
+    Of a weight without a gradient `zero_grad` asks for it and does no more, and no hook tells that it was called.
+    """
+    frame = sys._getframe(3)  # below this function, the guard and `__torch_function__`
+    if frame.f_code not in _ZERO_GRADS:
+        return None
+    return bool(frame.f_locals["set_to_none"])
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer:

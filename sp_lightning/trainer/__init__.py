@@ -71,6 +71,8 @@ class Namespace(FabricNamespace):
         # `WeightAveraging` (and `EMAWeightAveraging`, a subclass) came with Lightning 2.6.
         self.swa = callbacks.StochasticWeightAveraging
         self.averaging = (self.swa, getattr(callbacks, "WeightAveraging", self.swa))
+        # Private: its `_copy_param`. It resets weights to originals that it has saved before training.
+        self.pruning = callbacks.ModelPruning
         # Private. The closure that automatic optimization passes to an optimizer; it contains no user code.
         self.closure = resolve_name(f"{name}.loops.optimization.automatic:Closure")
         self.wrapping_checkpoint_io = resolve_name(f"{name}.plugins.io.wrapper:_WrappingCheckpointIO")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -70,6 +72,20 @@ def _fill(tensors: Sequence[Tensor], reset: Callable[[], object]) -> None:
             if memory.is_meta:
                 torch.utils.swap_tensors(tensor, memory)  # type: ignore[no-untyped-call]
         raise
+
+
+def copy_pruned_originals(trainer: Any, lightning: Namespace) -> None:
+    """Have `ModelPruning` write copies of the originals that it saves into the weights that it resets.
+
+    Lightning makes the copy by moving an original to the device. Weights are on the host, where that is the original
+    itself, and training would change it.
+    """
+    for callback in [each for each in trainer.callbacks if isinstance(each, lightning.pruning)]:
+        callback._copy_param = partial(_copy_values, type(callback)._copy_param)
+
+
+def _copy_values(copy_param: Callable[..., None], new: nn.Module, original: nn.Module, name: str) -> None:
+    copy_param(new, deepcopy(original), name)
 
 
 def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightning: Namespace) -> None:

@@ -30,22 +30,41 @@ _OF_THE_MODULE = (
     "manual_backward",
 )
 _OF_THE_STRATEGY = ("backward", "post_backward", "optimizer_step")
-_OF_THE_PRECISION = (
-    "backward",
-    "clip_grad_by_norm",
-    "clip_grad_by_value",
-    "clip_gradients",
-    "optimizer_step",
-    "post_backward",
+# All other methods of a precision plugin may look at gradients, or change them.
+_NOT_OF_GRADIENTS = (
+    "__",
+    "connect",
+    "convert_",
+    "forward_context",
+    "load_state_dict",
+    "module_init_context",
+    "on_",
+    "pre_backward",
+    "predict_step_context",
+    "state_dict",
+    "teardown",
+    "tensor_init_context",
+    "test_step_context",
+    "train_step_context",
+    "val_step_context",
 )
 _BEFORE_ZERO_GRAD = ("optimizer_zero_grad", "on_before_zero_grad")
-_AFTER_THE_STEP = (
-    "optimizer_step",
-    "lr_scheduler_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_validation_start",
+_AFTER_THE_STEP = ("optimizer_step", "lr_scheduler_step", "teardown")
+# All other hooks, by their names, may read the gradients that a step has used.
+_SEES_NONE_USED = (
+    *_SEES_GRADIENTS,  # of the step that follows
+    "on_before_backward",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "on_fit_start",
+    "on_train_start",
+    "on_load_checkpoint",
+    "on_sanity_check_",
+    "on_test_",
+    "on_predict_",
+    "on_validation_batch_",  # Lightning zeroes gradients as validation starts
+    "on_validation_end",
+    "on_validation_epoch_",
 )
 _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 
@@ -55,6 +74,8 @@ class SteppingPlan:
     """When the weights of one optimizer are stepped."""
 
     optimizer: Optimizer
+    # whether Lightning's loop runs the backward that precedes the step, and not the user
+    automatic: bool
     # why they are stepped all at once, as in plain training; None if unit by unit
     why_not: str | None
     # why units are not stepped before backward ends; None if they are
@@ -105,7 +126,12 @@ class StepsMixin(StrategyPart):
     def _overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Return the scope for a backward pass, according to the plan for the optimizer's step that follows."""
         plan = self._stepping
-        if plan is None or plan.why_not is not None:
+        if plan is None:
+            return nullcontext()
+        # `training_step` and hooks may have changed what it is of
+        self._stepping = plan = self.plan_step(pipeline, plan.optimizer, plan.automatic)
+        pipeline.optimizers.afterwards = plan.afterwards
+        if plan.why_not is not None:
             return nullcontext()
         if plan.why_not_in_backward is None:
             return pipeline.optimizers.stepping_in_backward(plan.optimizer)
@@ -142,6 +168,7 @@ class StepsMixin(StrategyPart):
         is_off = pipeline.options.overlap_optimizer is False
         return SteppingPlan(
             optimizer,
+            automatic,
             why_not="`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
             why_not_in_backward=next(iter(reasons), None),
             needs_norms=needs_norms,
@@ -151,8 +178,9 @@ class StepsMixin(StrategyPart):
     def _looks_at_gradients(self, callbacks: list[Any]) -> list[str]:
         """List what may read or change gradients between backward and the step."""
         # Of plugin and strategy the classes: on the objects, some of these methods are ours.
+        of_precision = [name for name in dir(self.lightning.precision) if not name.startswith(_NOT_OF_GRADIENTS)]
         return [
-            *_overridden([type(self.precision_plugin)], _OF_THE_PRECISION),
+            *_overridden([type(self.precision_plugin)], of_precision),
             *_overridden([type(self)], _OF_THE_STRATEGY),
             *_overridden([self._module], _OF_THE_MODULE),
             *_overridden(callbacks, _SEES_GRADIENTS),
@@ -164,9 +192,15 @@ class StepsMixin(StrategyPart):
         hooked = [self._module, *callbacks]
         if steps_again or any(_overridden(hooked, _BEFORE_ZERO_GRAD)):
             return Afterwards.KEPT_UNTIL_ZEROED
-        if any(_overridden([*hooked, type(self)], _AFTER_THE_STEP)):
+        if any(_overridden([*hooked, type(self)], _AFTER_THE_STEP)) or any(map(_may_read_used, hooked)):
             return Afterwards.KEPT_UNTIL_THE_NEXT_STEP
         return Afterwards.DROPPED
+
+
+def _may_read_used(hooked: Any) -> bool:
+    """Tell whether users have overridden a hook that runs when a step has used gradients, and none is zeroed yet."""
+    names = [name for name in dir(type(hooked)) if name.startswith("on_") and not name.startswith(_SEES_NONE_USED)]
+    return any(_overridden([hooked], names))
 
 
 def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
@@ -182,4 +216,4 @@ def _is_users(thing: Any, hook: str) -> bool:
     """Tell whether a hook of an object or class is defined neither by Lightning nor by us."""
     method = getattr(thing, hook, None)
     package = getattr(method, "__module__", "").split(".")[0]
-    return method is not None and package not in _NOT_OF_USERS
+    return callable(method) and package not in _NOT_OF_USERS

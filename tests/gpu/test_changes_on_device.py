@@ -26,6 +26,7 @@ def test_modules_that_are_added_stream(where: str, device: torch.device) -> None
     with on_device(model, device) as pipe:
         micro_step(pipe, rows(device))
         optimizer.step()
+        optimizer.zero_grad()
         added = Block().to(device if where == "device" else where)
         added.up.weight.grad = torch.ones_like(added.up.weight)
         model.blocks.append(added)
@@ -35,6 +36,7 @@ def test_modules_that_are_added_stream(where: str, device: torch.device) -> None
         assert {weight.device.type, weight.grad.device.type} == {"cpu"}
         assert weight.grad.max() > 0.9, "the gradient that was there is part of the sum"
         optimizer.step()
+        optimizer.zero_grad()
         micro_step(pipe, rows(device))
         optimizer.step()
         assert any(each.master is weight for each in pipe.arrangement.weights)

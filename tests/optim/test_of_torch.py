@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,23 @@ from sp_lightning.optim.rules import Update
 
 from ..helpers import torchs_defaults
 
+
+def from_the_other(
+    cls: type[torch.optim.Optimizer], other: Any, weights: list[nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
+    """An optimizer that has loaded a checkpoint of the other class, whose groups say how weights decay."""
+    optimizer = cls(weights)
+    optimizer.load_state_dict(other(weights, **options).state_dict())
+    return optimizer
+
+
 KINDS = [
     (torch.optim.AdamW, {"weight_decay": 0.1}),
     (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}),
     (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (partial(from_the_other, torch.optim.AdamW, torch.optim.Adam), {"weight_decay": 0.1}),
+    (partial(from_the_other, torch.optim.Adam, torch.optim.AdamW), {"weight_decay": 0.1}),
 ]
 
 
@@ -64,9 +78,12 @@ def test_it_is_left_to_torch_where_it_is_something_else():
     weight = nn.Parameter(torch.randn(4, 6))
 
     def takes(
-        cls=torch.optim.AdamW, weight=weight, dtype=torch.bfloat16, device="cpu", factors=(), copy=None, **options
-    ):
+        cls=torch.optim.AdamW, weight=weight, dtype=torch.bfloat16, device="cpu", factors=(), copy=None,
+        is_newer=False, **options
+    ):  # fmt: skip
         optimizer = cls([weight], **{"fused": True, **options})
+        if is_newer:  # than this package: it has an option more
+            optimizer.defaults["extra"] = False
         weight.grad = torch.randn_like(weight)
         optimizer.step()
         gradient = torch.zeros_like(weight, dtype=dtype, device=device)
@@ -79,6 +96,7 @@ def test_it_is_left_to_torch_where_it_is_something_else():
         {"fused": False},
         {"amsgrad": True},
         {"maximize": True},
+        {"is_newer": True},
         {"cls": torch.optim.SGD, "momentum": 0.9},
         {"cls": torch.optim.Adagrad},
         {"cls": type("Own", (torch.optim.AdamW,), {})},

@@ -206,6 +206,7 @@ def test_what_is_refused_leaves_the_optimizer_as_it_was():
         ((optim.AdamW, {"moments": "int8"}),) * 2
         + ("has step, low, exp_avg_codes, exp_avg_sq_codes, exp_avg_sq_scale, but this",),
         ((torch.optim.AdamW, {"amsgrad": True}), (optim.AdamW, {}), "has step, exp_avg, .*, max_exp_avg_sq, but"),
+        ((torch.optim.AdamW, {}), (optim.Adam, {}), "decoupled weight decay, and sp_lightning.optim.Adam has none"),
         ((torch.optim.AdamW, {"maximize": True}), (optim.AdamW, {}), "options that sp_lightning.optim has no more"),
         (
             (torch.optim.AdamW, {}),

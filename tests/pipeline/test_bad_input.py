@@ -112,6 +112,12 @@ def made_in_inference_mode(module: nn.Module) -> None:
         module.blocks[2].up = nn.Linear(16, 64)
 
 
+def with_other_gradients(module: nn.Module) -> None:
+    if not hasattr(Tensor, "grad_dtype"):
+        pytest.skip("torch 2.9 has gradients in the dtype of their weights")
+    module.blocks[2].up.weight.grad_dtype = torch.float64
+
+
 def without_parameters(module: nn.Module) -> None:
     for name in list(module._modules):
         delattr(module, name)
@@ -123,6 +129,7 @@ def without_parameters(module: nn.Module) -> None:
         (on_meta, "'blocks.2.up.weight' is on the meta device.*to_empty"),
         (lazy, "'blocks.2.up.weight' has no shape yet.*one forward"),
         (made_in_inference_mode, "'blocks.2.up.weight' was made in inference mode.*Build the model outside"),
+        (with_other_gradients, "'blocks.2.up.weight' is torch.float32, and its `grad_dtype` torch.float64"),
         (without_parameters, "`Chain` has no parameters"),
     ],
 )

@@ -131,6 +131,7 @@ Pipeline(model, "cpu", options=PipelineOptions(k=2, units="Linear"), backend=Bac
 for _ in range(3):
     model(torch.ones(1, 512)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
 """
 
 

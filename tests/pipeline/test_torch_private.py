@@ -30,6 +30,7 @@ from sp_lightning.pipeline.torch_private import (
     storage_key,
     top_saved_tensor_hooks,
     without_torch_function,
+    zeroing,
 )
 
 
@@ -124,6 +125,30 @@ def test_tensors_that_contain_others() -> None:
     assert not contains_others(nn.Parameter(values))
     assert parts_of(values)[0] is values
     assert storage_key(parts_of(jagged)[0]) == storage_key(values) == storage_key(jagged)
+
+
+def test_zero_grad_is_told_from_other_looks() -> None:
+    """By its frame, with what it was asked for."""
+    found: list[bool | None] = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__self__", None) is Tensor.grad:
+                guard()
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def guard() -> None:
+        found.append(zeroing())
+
+    weight = torch.ones(1).as_subclass(Watched).requires_grad_()
+    module = nn.Module()
+    module.parameters = lambda *_: iter([weight])  # type: ignore[method-assign, assignment]
+    assert weight.grad is None
+    for zero in (module.zero_grad, torch.optim.SGD([weight]).zero_grad):
+        zero()
+        zero(set_to_none=False)
+    assert found == [None, True, False, True, False]
 
 
 def test_the_profiler_is_noticed() -> None:

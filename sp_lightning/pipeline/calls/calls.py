@@ -91,6 +91,7 @@ class Calls:
         engine.graphs.has_served = False
         engine.before_step(look_for_new_parameters, goes_on)
         if not goes_on:
+            engine.optimizers.drop_used()
             engine.stats.steps += 1
             engine.backend.trace.begin_step()
             engine.activations.begin_step()

@@ -40,13 +40,14 @@ from sp_lightning.pipeline.torch_private import (
     make_parameters_of,
     storage_key,
     without_torch_function,
+    zeroing,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency
 from sp_lightning.pipeline.weights.autocast import LoweredParameter
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Leftover, Weight
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.engine import Engine
@@ -57,6 +58,8 @@ _OF_THE_MASTER = {
     "data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__",
     "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
 }  # fmt: skip
+
+_OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
 
 # the guards of masters and their weights, by the identity of the masters
 _guarded: dict[int, tuple[Guard, Weight]] = {}
@@ -166,7 +169,9 @@ class Guard:
             # of several models there may be, each with its own guard
             found = [_guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
             means_masters = means_the_master(name, args, kwargs)
-            in_step = not optimizer_steps.depth and any(guard.in_step for guard, _ in found)
+            # between steps, too, a graph may wait that was built on what stands for masters
+            in_step = func in _OF_GRAPHS or any(guard.in_step for guard, _ in found)
+            in_step = in_step and not optimizer_steps.depth
             if in_step and not means_masters:
                 return _run_on_device(func, args, kwargs)
             if in_step and any(weight.places for _, weight in found):
@@ -220,24 +225,26 @@ class Guard:
         engine, stream = self._engine, self._engine.stream
         gradient = stream.of[weight]
         is_there = gradient.tensor is not None or gradient in stream.pending
-        if not (is_there or gradient.of_segment.is_consumed):
+        if not (is_there or gradient.of_segment.is_consumed or weight.leftover is not Leftover.NOTHING):
             return
         engine.backward.forget_failed()
-        if gradient.of_segment.is_consumed:
-            raise RuntimeError(
-                f"The gradient of weight {weight.name!r} was used in backward already: its unit "
-                "was stepped there, because nobody was expected to read or change gradients before "
-                "`step()`. Train with `overlap_optimizer=False`."
-            )
-        if not reads:
-            drop([gradient])
-            return
-        if gradient in stream.pending:
+        # whether it goes or becomes zeros; None if it is read
+        to_none = zeroing() if reads else True
+        # before there are other gradients, users look at it to zero it by hand
+        is_zeroed = to_none is not None or not any(each.tensor is not None for each in stream.of.values())
+        if is_zeroed and weight.leftover is Leftover.USED:
+            weight.leftover = Leftover.NOTHING
+        gradient.check()
+        if reads and gradient in stream.pending:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be "
                 "read before backward has ended. Read it in `on_after_backward`, or in a hook on "
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
+        if to_none is not None:
+            drop([gradient])
+            weight.leftover = Leftover.NOTHING if to_none else Leftover.ZEROS
+            return
         with engine.at_work:
             self.window.finish_optimizer(weight.unit)
             gradient.show()

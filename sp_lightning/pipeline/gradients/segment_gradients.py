@@ -25,13 +25,13 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Leftover, Weight, used_in_backward
 
 
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("expected_dtype", "factors", "norm", "of_segment", "tensor", "weight")
+    __slots__ = ("expected_dtype", "factors", "is_used", "norm", "of_segment", "tensor", "weight")
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
@@ -43,6 +43,7 @@ class Gradient:
         self.norm: Tensor | None = None  # the norm of that, on the host; None if it is not known
         # what it is still to be multiplied by, one after the other: the inverse of a loss scale, a clipping factor
         self.factors: tuple[Tensor, ...] = ()
+        self.is_used = False  # whether an optimizer's step has used what the engine has
 
     @property
     def is_seen(self) -> bool:
@@ -56,6 +57,23 @@ class Gradient:
         """Note where the engine has it, or will have it, and where its norm."""
         self.tensor = tensor
         self.norm = norm
+        self.is_used = False
+        if self.weight.leftover is Leftover.ZEROS:  # they add nothing
+            self.weight.leftover = Leftover.NOTHING
+
+    def fill_zeros(self) -> None:
+        """Have the zeros that plain training has, if nothing has come to them."""
+        if self.weight.leftover is Leftover.ZEROS:
+            # a visit reads all of them in one place
+            device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
+            zeros = torch.zeros_like(self.weight.host, device=device)
+            self.come(zeros, zeros.new_zeros(()))
+
+    def check(self) -> None:
+        """Raise if it is to be read or changed, and was used already."""
+        if self.of_segment.is_consumed:
+            raise used_in_backward(self.weight.name)
+        self.weight.refuse_used("it is to be read, or clipped")
 
     def scale(self, factor: Tensor) -> None:
         """Have it multiplied as it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
@@ -63,6 +81,7 @@ class Gradient:
 
     def show(self) -> None:
         """Make what has landed of it the master's `.grad`, which is the user's."""
+        self.fill_zeros()
         shown = self.take()
         if shown is not None:
             self.weight.master.grad = shown

@@ -27,7 +27,7 @@ from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Leftover, Weight
 from sp_lightning.pipeline.window.window import Window
 
 
@@ -212,9 +212,10 @@ class GradientStream:
             of_segment.show()
 
     def consume(self, gradients: Collection[Gradient]) -> None:
-        """Leave weights without gradients, as a step has used them."""
+        """Let go of gradients that a step has used; what is the user's stays until the user zeroes it."""
         for gradient in gradients:
-            gradient.weight.master.grad = None
+            if gradient.tensor is not None:
+                gradient.weight.leftover = Leftover.USED
         drop(gradients)
 
     def close(self) -> None:

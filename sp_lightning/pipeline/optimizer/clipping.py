@@ -116,12 +116,13 @@ class Clipping:
         finally:
             self._stream.routes.measures_norms = False
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | Tensor) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does.
 
         If some of the parameters do not stream, those are clipped now, and the host waits until all others have landed.
         """
         parameters = list(parameters)
+        max_norm = float(max_norm)  # as torch does first: the factor would be rounded otherwise
         with self._at_work:
             found = self._find(parameters)
             why_torch_clips = self._why_torch_clips(found)
@@ -212,6 +213,9 @@ class Clipping:
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.of[weight]
+            if gradient is not None:
+                gradient.check()
+                gradient.fill_zeros()
             if gradient is not None and gradient.tensor is not None:
                 found.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
                 found.ours.append(gradient)

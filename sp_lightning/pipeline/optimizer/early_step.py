@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch.optim import Optimizer
 
-from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, drop
+from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 
@@ -70,7 +70,7 @@ class EarlyStep(Step):
         of_segment.consume()
         self.stepped.append(of_segment)
         if not self.keeps_gradients:
-            drop(of_segment.trained)
+            steps.stream.consume(of_segment.trained)
         steps.window.stats.steps_in_backward += 1
 
     # -------------------------------------------------------------------------------------------------- after backward

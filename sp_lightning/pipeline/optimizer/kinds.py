@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.utils._pytree import tree_map_only
 
 from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
@@ -40,6 +41,16 @@ OURS = (ours.AdamW, ours.Adam)
 STEP_BY_WEIGHT = (*BY_ELEMENT, *BY_WEIGHT, *OURS)
 """Optimizers that treat each weight by itself."""
 
+ANY_VALUE = {
+    "adjust_lr_fn", "alpha", "amsgrad", "beta2_decay", "betas", "centered", "d", "dampening", "decoupled_weight_decay",
+    "eps", "etas", "foreach", "fused", "initial_accumulator_value", "lr", "lr_decay", "maximize", "moments", "momentum",
+    "momentum_decay", "nesterov", "ns_coefficients", "ns_steps", "rho", "step_sizes", "weight_decay",
+}  # fmt: skip
+"""Options of these with which each weight is treated by itself, whatever their value is."""
+
+OFF = {"capturable", "differentiable"}
+"""Options of these that have to be off."""
+
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
 
@@ -60,10 +71,12 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
         return f"`step` of {name} was replaced"
     if type(optimizer) in BY_WEIGHT and torch.is_autocast_enabled("cpu"):
         return f"autocast is on, which casts the matrix products of {name} only in the thread that calls `step()`"
+    for option in sorted(optimizer.defaults.keys() - ANY_VALUE - OFF):
+        return f"{name} has an option that superpipeline does not know, {option!r}"
     for group in optimizer.param_groups:
-        for flag in ("capturable", "differentiable"):
-            if group.get(flag):
-                return f"{name} has {flag}=True"
+        for option in OFF:
+            if group.get(option):
+                return f"{name} has {option}=True"
     return None
 
 
@@ -78,18 +91,16 @@ def identities_of(optimizer: Optimizer) -> list[list[int]]:
 
 
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
-    """Copy all param groups without their parameters: a scheduler may change them before the copies are used.
+    """Copy all param groups without their parameters: a scheduler may change them, also in place, before they are used.
 
     With `fused`, to torch's fused CPU kernels where the user left the choice to torch, which takes its slowest path
     on the CPU then (pytorch#74588).
     """
     groups = []
     for param_group in optimizer.param_groups:
-        settings = {
-            key: value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
-            for key, value in param_group.items()
-            if key != "params"
-        }
+        own = {key: value for key, value in param_group.items() if key != "params"}
+        # what is in lists as well; what is no number stays as it is
+        settings: dict[str, Any] = tree_map_only(Tensor, lambda x: x.detach().clone() if x.numel() == 1 else x, own)
         undecided = settings.get("fused", False) is None and settings.get("foreach") is None
         if fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
             # up to torch 2.13 SGD's kernel silently leaves weights in half precision as they are (pytorch#191763)
@@ -118,10 +129,10 @@ def refuse_copies(optimizer: Optimizer) -> None:
 
 
 class Afterwards(enum.Enum):
-    """What becomes of a gradient that an optimizer has used."""
+    """What becomes of a gradient that an optimizer has used, if the engine has it."""
 
     DROPPED = enum.auto()
-    """It is gone when `step()` returns, as after `zero_grad`: the step has consumed it."""
+    """It may be gone when `step()` returns: units may be stepped with it in backward, and let go of it."""
 
     KEPT_UNTIL_THE_NEXT_STEP = enum.auto()
     """It can be read until the next step begins."""
@@ -137,13 +148,10 @@ class Plan:
         self.parameters = identities_of(optimizer)
         # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
         self.gradients: dict[Gradient, int] = {}
-        self.others: list[nn.Parameter] = []  # that are no weights of ours
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
-                if weight is None or isinstance(weight, QuantizedWeight):  # nobody trains these
-                    self.others.append(parameter)
-                else:
+                if weight is not None and not isinstance(weight, QuantizedWeight):  # nobody trains these
                     self.gradients[stream.of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}
         # the units that its weights are in, first the one that the next forward needs first
@@ -180,6 +188,7 @@ class Step:
             if gradient.of_segment.is_consumed:
                 continue
             weight = gradient.weight
+            gradient.fill_zeros()
             tensor = gradient.tensor
             if tensor is None:
                 tensor = weight.master.grad

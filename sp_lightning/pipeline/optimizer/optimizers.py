@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork, optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
@@ -48,7 +49,7 @@ from sp_lightning.pipeline.optimizer.living import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import stand_in_for
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Leftover, Weight
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
@@ -59,7 +60,6 @@ class Optimizers:
         self.clipping = Clipping(at_work)
         self._at_work = at_work
         self._weights: dict[int, Weight] = {}
-        self._living: set[int] = set()
         self._processes = processes
         self._overlaps = overlaps
         # optimizers that have stepped weights of the module, with our hooks on them
@@ -68,7 +68,8 @@ class Optimizers:
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
         # what becomes of the gradients that the next optimizer step uses
         self.afterwards = Afterwards.DROPPED
-        self._kept: list[Plan] = []  # whose gradients are kept until the next step
+        self._used: list[Gradient] = []  # by steps of optimizers, until the next step of the module begins
+        self.shows_used = False  # whether somebody may read them even after the module is detached
         self._plans: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
         self._by_unit = False  # whether the step under way is followed by steps of units
         self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
@@ -78,7 +79,6 @@ class Optimizers:
         self._steps = steps
         # by the identities of masters; others live on the device
         self._weights = {id(weight.master): weight for weight in arrangement.weights}
-        self._living = set(map(id, arrangement.parameters_on_device))
         self._parameters = parameters
         self.clipping.work_with(steps, self._weights)
 
@@ -86,11 +86,12 @@ class Optimizers:
         """Tell whether an optimizer has any of the module's parameters."""
         return any(id(parameter) in self._parameters for parameter in parameters_of(optimizer))
 
-    def begin_step(self) -> None:
-        """Drop gradients that were kept until the next step begins."""
-        while self._kept:
+    def drop_used(self) -> None:
+        """Let go of gradients that a step has used, before the next one begins; what has come since stays."""
+        used, self._used = self._used, []
+        if used:
             with self._at_work:
-                self._consume(self._kept.pop())
+                self._steps.stream.consume([gradient for gradient in used if gradient.is_used])
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
@@ -114,6 +115,9 @@ class Optimizers:
                         "a forward that computes with them, and would go on with the old values. "
                         "Step it after that forward, in `training_step` for example."
                     )
+            for gradient in plan.gradients:
+                if not gradient.of_segment.is_consumed:
+                    gradient.weight.refuse_used(f"{type(optimizer).__name__} is to step it")
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
                 raise ValueError(
@@ -135,7 +139,9 @@ class Optimizers:
                     for group in stand_in.param_groups
                 ]
             elif self._follows:
-                self._steps.stream.consume(plan.gradients)  # it passes over what has none
+                self._steps.stream.consume(plan.gradients)
+                for gradient in plan.gradients:  # it passes over what has none
+                    gradient.weight.master.grad = None
             elif plan.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()
@@ -152,6 +158,7 @@ class Optimizers:
             self._at_work.goes_on = None
             plan = self._plan_of(optimizer)
             if self._by_unit:
+                self._by_unit = False  # another optimizer may wrap it, whose step is yet to end
                 self._step(optimizer, plan)
             else:
                 for unit in plan.units:
@@ -160,21 +167,15 @@ class Optimizers:
             if self._early is not None and self._early.optimizer is optimizer:
                 self._early.acknowledge()
                 self._early = None
-            if self.afterwards is Afterwards.DROPPED:
-                self._consume(plan)
-            elif self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP:
-                self._kept.append(plan)
+            if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
+                for gradient in plan.gradients:
+                    gradient.is_used = True
+                self._used += plan.gradients
+                self.shows_used = self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP
             self._steps.visits.end_step()
             self._steps.window.suspect_all()
             self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
-
-    def _consume(self, plan: Plan) -> None:
-        """Leave weights without a gradient, as a step has used it, also those that live on the device."""
-        self._steps.stream.consume(plan.gradients)
-        for parameter in plan.others:
-            if id(parameter) in self._living:
-                parameter.grad = None
 
     @property
     def _follows(self) -> bool:
@@ -249,6 +250,8 @@ class Optimizers:
             return None
         with self._at_work:
             plan = self._plan_of(optimizer)
+            if any(gradient.weight.leftover is Leftover.USED for gradient in plan.gradients):
+                return None  # its `step()` will be an error
             return EarlyStep(optimizer, plan, self._steps, keeps_gradients)
 
     def abandon(self) -> None:
@@ -265,7 +268,6 @@ class Optimizers:
         """Leave all steps to the optimizers' own code, until weights have their places."""
         self._plans.clear()  # they would hold memory for state that lies elsewhere by now
         self._weights = {}
-        self._living = set()
         self._early = None
 
     def close(self) -> None:

@@ -195,6 +195,8 @@ class HostMemory:
         self._backend = backend
         self._box = box
         self._buffers: list[HostBuffer] = []
+        # where masters have been given memory, by their identities
+        self.addresses: dict[int, int] = {}
         self._is_new = False  # whether some of it was made since values were waited for
 
     @property
@@ -230,13 +232,16 @@ class HostMemory:
         copied = [weight.master.data for weight in weights]
         for weight, offset in zip(weights, offsets, strict=True):
             place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
-            weight.adopt(place, is_filled=self._box is not None and not self._box.is_keeper)
+            # processes share all masters, also those that the user has given other memory
+            address = self.addresses.get(id(weight.master)) if self._box is None else None
+            weight.adopt(place, self._box is not None and not self._box.is_keeper, address)
             weight.lives = False
         release(copied)
         return Segment(weights, memory)
 
     def keep(self, segments: Sequence[Segment]) -> None:
         """Keep the memory of these segments, and release all other, in which no master lies any more."""
+        self.addresses = {id(each.master): each.home.data_ptr() for segment in segments for each in segment.weights}
         kept = {segment.memory for segment in segments}
         for memory in [memory for memory in self._buffers if memory not in kept]:
             memory.release()

@@ -7,6 +7,7 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 _DATA: Any = Tensor.data
 USES_TO_WATCH = 2
 """How many uses are watched for writes that torch does not count (see window.py), in each mode."""
+
+
+def used_in_backward(name: str) -> RuntimeError:
+    """Make the error for a use of the gradient of a weight that was stepped with it in backward."""
+    return RuntimeError(
+        f"The gradient of weight {name!r} was used in backward already: its unit was stepped there, because nobody "
+        "was expected to read or change gradients before `step()`. Train with `overlap_optimizer=False`."
+    )
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
@@ -115,6 +124,16 @@ class WeightGuard(Protocol):
         """Note that autocast casts a weight, and return the leaf that it is to cast."""
 
 
+class Leftover(enum.Enum):
+    """What plain training has in the `.grad` of a master, and the engine has not."""
+
+    NOTHING = enum.auto()
+    USED = enum.auto()
+    """A gradient that an optimizer's step has used, and that nobody has zeroed since."""
+    ZEROS = enum.auto()
+    """Zeros, as `zero_grad(set_to_none=False)` leaves them."""
+
+
 class Weight:
     """A weight of the model."""
 
@@ -140,6 +159,7 @@ class Weight:
         self.cast_in = 0  # the number of the graph with the last of these
         # what code outside of the engine finds at its master; None when detached
         self.guard: WeightGuard | None = None
+        self.leftover = Leftover.NOTHING
         self.replacements = 0  # how often the master was found in other memory
         # whether a forward has written to it in a way that torch does not count
         self.changes_unseen = False
@@ -170,8 +190,15 @@ class Weight:
         """The bytes of the weight as it is sent."""
         return self.layout.numel() * self.compute_dtype.itemsize
 
-    def adopt(self, host: Tensor, is_filled: bool = False) -> None:
-        """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
+    def adopt(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
+        """Point the master to `host`, with its values unless others are there; the Parameter object stays the same.
+
+        If the engine has put it at an `address` before, and the user elsewhere since, in a flat buffer say, it stays
+        there, and is sent from there.
+        """
+        if address not in (None, self.master.data_ptr()) and not self.lives:
+            self.home = host
+            return
         if not is_filled:
             host.copy_(self.master.data)
         self.master.data = host
@@ -181,6 +208,15 @@ class Weight:
     def receive(self, arrived: Tensor) -> None:
         """Give the master values that a forward has written on the device."""
         self.master.copy_(arrived)  # as torch counts it
+
+    def refuse_used(self, use: str) -> None:
+        """Raise if a gradient is to be used again that an optimizer's step has used, and that is gone."""
+        if self.leftover is Leftover.USED:
+            raise RuntimeError(
+                f"The gradient of weight {self.name!r} was used in an optimizer's step, and nobody has zeroed it "
+                f"since. Now {use}. Plain training would use that gradient again, and superpipeline has let go of it: "
+                "call `zero_grad()` between the step and the next backward."
+            )
 
     def leave_device(self, unit: Unit) -> None:
         """Let go of its place on the device in a unit, and of the twins that graphs have besides."""
@@ -194,6 +230,7 @@ class Weight:
         """Let go of host memory: the weight lives on the device, or nothing streams it any more."""
         self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
         self.lives = True
+        self.leftover = Leftover.NOTHING  # its `.grad` is the user's from now on
 
     def follow(self) -> int:
         """Find the master where `p.data = ...` has put it, in other memory than ours, or back; return its version.

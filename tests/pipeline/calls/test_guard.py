@@ -129,6 +129,46 @@ def test_the_device_of_a_weight_is_the_compute_device() -> None:
     pipeline.detach()
 
 
+def by_grad(loss: Tensor, weights: list[nn.Parameter]) -> None:
+    for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        weight.grad = gradient
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        by_grad,
+        lambda loss, weights: loss.backward(inputs=weights),
+        lambda loss, weights: torch.autograd.backward([loss], inputs=weights),
+    ],
+    ids=["grad", "method", "function"],
+)
+def test_weights_are_meant_in_graphs_after_a_call_too(differentiate: Any, pipe: Pipeline) -> None:
+    """A loop without a scope of its own: the step ends with the call, and its graph waits."""
+    plain = copy.deepcopy(pipe.module)
+    for module in (plain, pipe.module):
+        differentiate(module(X).square().mean(), list(module[1:].parameters()))
+    for expected, weight in zip(plain.parameters(), pipe.module.parameters(), strict=True):
+        assert (expected.grad is None) == (weight.grad is None)
+        assert expected.grad is None or torch.equal(expected.grad, weight.grad)
+
+
+def test_a_hook_for_all_of_several_gradients_between_steps_is_an_error(pipe: Pipeline) -> None:
+    """It counts nodes of graphs, which are not built on masters. In a step it is right."""
+    called: list[Any] = []
+    weights = list(pipe.module.parameters())
+    with torch.autograd.graph.register_multi_grad_hook(weights, called.append):
+        loss = pipe.module(X).sum()
+        with pytest.raises(RuntimeError, match="`torch.autograd.graph.register_multi_grad_hook` was given weights"):
+            loss.backward()
+    pipe.module.zero_grad()
+    with pipe.step():
+        used = [weight[:] for weight in weights]
+        torch.autograd.graph.register_multi_grad_hook(used, called.append)
+        sum(weight.sum() for weight in used).backward()
+    assert len(called) == 1
+
+
 def test_gradients_are_asked_of_the_leaf_in_the_graph(pipe: Pipeline) -> None:
     """autograd.grad(loss, masters): the graph was built on the twins. Hooks on the masters run."""
     plain = copy.deepcopy(pipe.module)

@@ -136,6 +136,7 @@ def in_backward() -> None:
             with pipeline.optimizers.stepping_in_backward(optimizer):
                 model(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
         assert pipeline.stats.steps_in_backward == 49 * 5, "not the step in which units are arranged anew"
 
 
@@ -211,6 +212,7 @@ def bytes_on_a_link(on_a_machine: int = 1) -> None:
             layout = pipeline.arrangement.layout
             held = pipeline._engine.stream.routes.staging.nbytes() + 4 * 256 * 1024 // on_a_machine
             assert held <= layout.streaming_bytes - layout.device_bytes, "with a share of the largest, in fp32"
+            optimizer.zero_grad()
     assert 4 <= crossed / sum(weight.numel() for weight in model.parameters()) <= 4.1
 
 

@@ -80,6 +80,7 @@ def pipeline(go_on: threading.Event) -> Iterator[Pipeline]:
 def train(pipeline: Pipeline) -> None:
     call(pipeline.module).sum().backward()
     pipeline.optimizer.step()
+    pipeline.optimizer.zero_grad()
 
 
 def call(module: nn.Module) -> Any:

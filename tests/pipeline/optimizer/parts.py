@@ -51,6 +51,16 @@ def plain_step(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
+def stepped_early(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer) -> None:
+    """Units have taken a step whose `step()` has not come yet."""
+    plain_step(model, optimizer)
+    optimizer.zero_grad()
+    loss = model(X).square().mean()
+    with pipeline.optimizers.stepping_in_backward(optimizer):
+        loss.backward()
+    assert pipeline.stats.steps_in_backward == 5
+
+
 def everything(model: nn.Module, *optimizers: Optimizer) -> list[Any]:
     """All a user can see after a step, which has consumed the gradients."""
     seen: list[Any] = [p.detach().clone() for p in model.parameters()]

@@ -15,7 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
 
-from .parts import WIDTH, Own, X, adam, attached, by_kind, chain, check_story, everything, momentum, plain_step
+from .parts import (
+    WIDTH,
+    Own,
+    X,
+    adam,
+    attached,
+    by_kind,
+    chain,
+    check_story,
+    everything,
+    momentum,
+    plain_step,
+    stepped_early,
+)
 
 
 def train_in_backward(
@@ -235,16 +248,6 @@ def test_an_exception_while_stepping_in_backward_warns(inside: bool) -> None:
         plain_step(model, optimizer)
 
 
-def stepped_early(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer) -> None:
-    """Units have taken a step whose `step()` has not come yet."""
-    plain_step(model, optimizer)
-    optimizer.zero_grad()
-    loss = model(X).square().mean()
-    with pipeline.optimizers.stepping_in_backward(optimizer):
-        loss.backward()
-    assert pipeline.stats.steps_in_backward == 5
-
-
 LOOKS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "read": lambda model, _: model[3].weight.grad,
     "scale": lambda model, _: model[3].weight.grad.mul_(0.1),
@@ -328,13 +331,15 @@ def test_a_unit_whose_weight_has_an_alias_is_stepped_after_backward() -> None:
         lambda optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.5)),
         lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         lambda optimizer: optimizer.param_groups[0]["lr"].mul_(2),
+        lambda optimizer: optimizer.param_groups[0]["betas"].reverse(),
     ],
-    ids=["learning rate", "betas", "another group", "a tensor"],
+    ids=["learning rate", "betas", "another group", "a tensor", "in a list"],
 )
 def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]) -> None:
     """Units would have been stepped with others than the rest."""
     with attached(model := chain()) as pipeline:
         optimizer = Adam(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
         stepped_early(pipeline, model, optimizer)
         change(optimizer)
         with pytest.raises(RuntimeError, match="stepped units in backward, and now its param groups were changed"):

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -241,13 +242,51 @@ def test_an_error_in_a_step_surfaces(monkeypatch: pytest.MonkeyPatch, use: str) 
 # ------------------------------------------------------------------------------------------------------- who steps what
 
 
-def test_must_overlap_raises_with_the_reason() -> None:
+def with_a_new_option(parameters: Any) -> Optimizer:
+    """Of a torch that is newer than this package."""
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.defaults["extra"] = False
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (partial(Own, lr=0.1), "Own is not one of torch's"),
+        (with_a_new_option, "AdamW has an option that superpipeline does not know, 'extra'"),
+    ],
+    ids=["class", "option"],
+)
+def test_must_overlap_raises_with_the_reason(make: Callable[[Any], Optimizer], why: str) -> None:
     """By name, with what to do; with 'auto' the optimizer steps plainly."""
     model = chain()
     with attached(model, overlap_optimizer=True):
-        optimizer = Own(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"`overlap_optimizer=True`: Own is not one of torch's.*'auto'"):
+        optimizer = make(model.parameters())
+        with pytest.raises(ValueError, match=f"`overlap_optimizer=True`: {why}.*'auto'"):
             plain_step(model, optimizer)
+
+
+def halve_in_place(betas: list[Any]) -> None:
+    """As somebody's schedule does."""
+    betas[0] *= 0.5
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_settings_in_a_list_that_change_under_a_step(kind: Callable[[float], Any]) -> None:
+    """The step has those from when it was called."""
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        rate = torch.tensor(0.1) if kind is torch.tensor else 0.1
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+        betas = optimizer.param_groups[0]["betas"] = [kind(0.9), kind(0.99)]
+        plain_step(model, optimizer)  # it makes state, for which everybody waits
+        for _ in range(2):
+            with held_up(pipeline):
+                plain_step(model, optimizer)
+                halve_in_place(betas)
+        return everything(model, optimizer)
+
+    check_story(story)
 
 
 def parameters_of(optimizer: Optimizer) -> list[list[int]]:

@@ -132,6 +132,7 @@ def visiting(
 
 def clipped_backward(model: nn.Module, pipeline: Pipeline) -> list[weakref.ref[Tensor]]:
     """Returns the gradients that stay on the device."""
+    model.zero_grad()
     with pipeline.optimizers.clipping.measuring_norms():
         model(torch.ones(4, 16)).square().mean().backward()
     pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.01)
