@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -353,6 +354,34 @@ def test_parameters_made_of_weights_between_steps_are_plain(name: str) -> None:
         run.note("of what was stepped", made)
 
     assert_same_story(story, partial(chain, 4))
+
+
+class CallsNext(Block):
+    """Calls the next block within its own call, past the module tree."""
+
+    following: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x if self.following is None else x + self.following(x)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_calls_of_more_units_inside_of_each_other_than_have_places(k: int) -> None:
+    def build() -> nn.Module:
+        blocks = [CallsNext() for _ in range(4)]
+        for block, following in itertools.pairwise(blocks):
+            object.__setattr__(block, "following", following)
+        model = Chain(blocks)
+        model.forward = lambda x: blocks[0](x)
+        return model
+
+    def story(run: Run) -> None:
+        optimizer = sgd(run.model)
+        for number in range(3):
+            run.normal_step(f"step {number}", optimizer, seed=number)
+
+    assert_same_story(story, build, k=k)
 
 
 # ------------------------------------------------------------------------------------------------- scopes and lifetimes

@@ -259,7 +259,7 @@ class Calls:
         is_backward = in_backward()
         with engine.at_work:
             engine.graphs.calls += 1
-            call = RunningCall(member, member.needed, engine.graphs.calls, engine.arrangement.twins)
+            number = engine.graphs.calls
             engine.arrangement.unused_in_step = False
             member.entered += 1
             if backward.running and not is_backward:
@@ -287,6 +287,7 @@ class Calls:
             member.running_calls += 1
             for outer in self._inside:
                 member.called_in.update(outer.needed)
+            call = RunningCall(member, member.needed, number, engine.arrangement.twins)
             self._inside.append(call)
             member.put_in_twins(backward.follow_requires_grad)
             if len(self._inside) == 1 and not is_backward:
