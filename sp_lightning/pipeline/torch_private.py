@@ -11,11 +11,10 @@ trainer/__init__.py.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -96,55 +95,11 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
-def make_parameters_of(kinds: Sequence[type[nn.Parameter]], of_leaves: Sequence[type[nn.Parameter]]) -> None:
-    """Have `nn.Parameter(data)` take instances of these classes for Parameters.
-
-    It asks for the very classes of torch's. Of others it wants a `detach` that returns what is a Parameter, too.
-    Nothing else than its `__new__` is asked. A Parameter that is made of a leaf may outlive what lies
-    in the leaf's place. So it gets memory of its own.
-    """
-    make = nn.Parameter.__new__
-
-    @functools.wraps(make)
-    def make_of(new: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
-        if type(data) in of_leaves:
-            data = data.detach().clone()
-        elif type(data) in kinds:
-            data = data.detach()
-        return make(new, data, requires_grad)
-
-    nn.Parameter.__new__ = staticmethod(make_of)  # type: ignore[method-assign, assignment]
-
-
-def ask_classes(owner: Any, name: str, kinds: Sequence[type[nn.Parameter]]) -> None:
-    """Have a function of torch's ask these classes of arguments by `__torch_function__`, as most do for all classes.
-
-    Factories such as `torch.tensor` take any object, and do not ask those that are tensors.
-    """
-    function = getattr(owner, name)
-
-    @functools.wraps(function)
-    def asking(*args: Any, **kwargs: Any) -> Any:
-        return ask(kinds, function, args, kwargs)
-
-    setattr(owner, name, asking)
-    # `torch.jit.script` knows torch's functions by identity
-    known = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+def register_builtin(function: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Have `torch.jit.script` take a function for one of torch's, which it knows by identity."""
+    known = torch.jit._builtins._find_builtin(original)  # type: ignore[no-untyped-call]
     if known is not None:
-        torch.jit._builtins._register_builtin(asking, known)
-
-
-def ask(
-    kinds: Sequence[type[nn.Parameter]],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call a function, by the `__torch_function__` of these classes if it is given an instance of one."""
-    given = [value for value in (*args, *kwargs.values()) if type(value) in kinds]
-    if given and torch.overrides.has_torch_function(given):
-        return torch.overrides.handle_torch_function(function, given, *args, **kwargs)
-    return function(*args, **kwargs)
+        torch.jit._builtins._register_builtin(function, known)
 
 
 def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., Any]]:

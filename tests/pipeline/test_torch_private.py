@@ -22,14 +22,12 @@ from sp_lightning.pipeline.torch_private import (
     graph_task,
     has_foreign_step_hooks,
     in_backward,
-    make_parameters_of,
     parts_of,
     profiler_is_on,
     scope_that_ends_before_backward,
     step_is_replaced,
     storage_key,
     top_saved_tensor_hooks,
-    without_torch_function,
     zeroing,
 )
 
@@ -67,26 +65,6 @@ def test_backward_passes_are_told_apart() -> None:
     assert -1 not in numbers
     assert graph_task() == -1
     assert not in_backward()
-
-
-class Loud(nn.Parameter):
-    """A parameter that does not want to be touched."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} was called")
-
-
-def test_parameters_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of tensors, and of a class that torch does not know."""
-    weight = torch.ones(2)
-    monkeypatch.setattr(nn.Parameter, "__new__", nn.Parameter.__new__)  # and puts it back afterwards
-    make_parameters_of(Loud)
-    with without_torch_function():
-        made = [nn.Parameter(of) for of in (weight, nn.Parameter(weight), weight.as_subclass(Loud))]
-    assert {(type(parameter), parameter.data_ptr()) for parameter in made} == {(nn.Parameter, weight.data_ptr())}
-    assert not nn.Parameter(data=weight, requires_grad=False).requires_grad
-    assert nn.Parameter().numel() == 0
 
 
 @pytest.mark.parametrize(

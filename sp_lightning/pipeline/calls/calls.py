@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.calls.backward import BackwardPass, CallToCome, before_backward, nodes_of
-from sp_lightning.pipeline.calls.functions import RunningCall, running_calls
+from sp_lightning.pipeline.calls.functions import RunningCall
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -33,6 +33,7 @@ from sp_lightning.pipeline.optimizer.visit import Visit
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import alias_count, in_backward, in_transform, is_capturing, storage_key
 from sp_lightning.pipeline.units.unit import Member
+from sp_lightning.pipeline.weights.overrides import running_calls
 from sp_lightning.pipeline.window.order import Pass
 
 if TYPE_CHECKING:

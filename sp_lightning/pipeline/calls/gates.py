@@ -52,7 +52,7 @@ from sp_lightning.pipeline.torch_private import (
     without_compile,
 )
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights import autocast, leaf
+from sp_lightning.pipeline.weights import autocast, leaf, overrides
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.calls.calls import Calls
@@ -180,7 +180,7 @@ def keep_out_of_graphs(backend: Backend) -> None:
 @functools.cache
 def _prepare_to_be_compiled() -> None:
     # in graphs of units and of hooks; hiding a package would hide all modules in it
-    visible = (autocast.__name__, leaf.__name__, leaf.__package__)
+    visible = (autocast.__name__, leaf.__name__, overrides.__name__, leaf.__package__)
     hide_from_dynamo(
         name for name in list(sys.modules) if name.startswith("sp_lightning.pipeline.") and name not in visible
     )

@@ -23,29 +23,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from sp_lightning.pipeline.calls.backward import GRADIENT, differentiate, edges_of
-from sp_lightning.pipeline.calls.functions import see_all_uses
+from sp_lightning.pipeline.calls.backward import differentiate, edges_of
+from sp_lightning.pipeline.calls.masters import (
+    HostParameter,
+    guarded,
+    guards,
+    means_the_master,
+    prepare_torch,
+    run_on_leaves,
+)
 from sp_lightning.pipeline.gradients.segment_gradients import drop
 from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import (
     in_backward,
     in_transform,
-    make_parameters_of,
-    storage_key,
     without_torch_function,
     zeroing,
 )
 from sp_lightning.pipeline.units.unit import Member, Residency
-from sp_lightning.pipeline.weights.autocast import LoweredParameter
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter
+from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Leftover, Weight
 
@@ -53,82 +55,7 @@ if TYPE_CHECKING:
     from sp_lightning.pipeline.engine import Engine
 
 
-# Many of these give an alias of the master to write to
-_OF_THE_MASTER = {
-    "data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__",
-    "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
-}  # fmt: skip
-
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
-
-# the guards of masters and their weights, by the identity of the masters
-_guarded: dict[int, tuple[Guard, Weight]] = {}
-_guards: WeakSet[Guard] = WeakSet()  # of models that are attached
-
-
-class HostParameter(CopiedPlainly):
-    """The class of masters: same object, same memory, and `isinstance(p, nn.Parameter)` holds.
-
-    Copies and pickles are of `p.data`, which the guard sees.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Hand the operation to the guard of the first master among its arguments."""
-        kwargs = kwargs or {}
-        # mostly, an attribute is read or written
-        master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs), cls), None)
-        found = _guarded.get(id(master))
-        if found is not None:
-            guard, weight = found
-            if getattr(func, "__self__", None) is not GRADIENT:
-                return guard.run(func, args, kwargs)
-            guard.before_gradient(weight, reads=func.__name__ == "__get__")
-        with without_torch_function():
-            return func(*args, **kwargs)
-
-
-_LEAVES = (EagerLeaf, LoweredParameter, TwinParameter)
-make_parameters_of((HostParameter, DepartedLeaf), _LEAVES)
-see_all_uses((HostParameter, DepartedLeaf, LoweredParameter))
-
-
-def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Have a module take the master where a forward gives it a leaf: the name outlives the call."""
-    if isinstance(parameter, TwinParameter):
-        return parameter.weight.master
-    with without_torch_function():
-        key = 0 if parameter is None else storage_key(parameter)
-    for guard in _guards:
-        twin = guard.places.get(key)
-        if twin is not None:
-            raise RuntimeError(
-                f"A forward gives {type(module).__name__} a Parameter {name!r} over the memory of weight "
-                f"{twin.weight.name!r} on the device, which other weights get after the call. Make it of a clone: "
-                "`nn.Parameter(weight.detach().clone())`."
-            )
-    return None
-
-
-register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-type]
-
-
-def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation means a master itself, in a step as well: it writes to it, or gives an alias of it."""
-    if name in _OF_THE_MASTER:
-        return True
-    if name.startswith("__i"):
-        in_place = name not in ("__invert__", "__index__", "__int__")
-    else:
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
-    first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
-    return next(instances_in((first if in_place else None, kwargs.get("out")), HostParameter), None) is not None
 
 
 class Guard:
@@ -136,6 +63,7 @@ class Guard:
 
     def __init__(self, engine: Engine) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
+        prepare_torch()
         self.in_step = False
         self.window = engine.window
         self.places = engine.arrangement.twins  # all twins, by the identity of their memory
@@ -145,20 +73,20 @@ class Guard:
 
     def install(self, weights: Iterable[Weight]) -> None:
         """Guard the masters of weights."""
-        _guards.add(self)
+        guards.add(self)
         self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
         for weight in self._weights:
             weight.guard = self
-            _guarded[id(weight.master)] = self, weight
+            guarded[id(weight.master)] = self, weight
             weight.master.__class__ = HostParameter
 
     def remove(self) -> None:
         """Turn the masters back into ordinary Parameters. Idempotent."""
-        _guards.discard(self)
+        guards.discard(self)
         for weight in self._weights:
             weight.master.__class__ = nn.Parameter
             weight.guard = None
-            _guarded.pop(id(weight.master), None)
+            guarded.pop(id(weight.master), None)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
@@ -167,7 +95,7 @@ class Guard:
             return func(torch.empty(0, device=self._engine.device), *args[1:])
         if not is_metadata(name):
             # of several models there may be, each with its own guard
-            found = [_guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
+            found = [guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
             means_masters = means_the_master(name, args, kwargs)
             # between steps, too, a graph may wait that was built on what stands for masters
             in_step = func in _OF_GRAPHS or any(guard.in_step for guard, _ in found)
@@ -175,7 +103,7 @@ class Guard:
             if in_step and not means_masters:
                 return _run_on_device(func, args, kwargs)
             if in_step and any(weight.places for _, weight in found):
-                return _run_on_leaves(func, args, kwargs)
+                return run_on_leaves(func, args, kwargs)
             for guard, weight in found:
                 guard.before_access(weight, means_masters)
         with without_torch_function():
@@ -347,7 +275,7 @@ class Guard:
 
 def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.autograd.grad:
-        args, kwargs = replace_instances((args, kwargs), HostParameter, lambda master: _guarded[id(master)][1])
+        args, kwargs = replace_instances((args, kwargs), HostParameter, lambda master: guarded[id(master)][1])
         return differentiate(*args, **kwargs)
     if func is torch.autograd.backward:
         return func(*args, **{**kwargs, "inputs": in_graphs(kwargs["inputs"])})
@@ -357,23 +285,8 @@ def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _serve(master: HostParameter) -> nn.Parameter:
-    guard, weight = _guarded[id(master)]
+    guard, weight = guarded[id(master)]
     return guard.serve(weight)
-
-
-def _run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that means masters, some of which have leaves in the module tree."""
-    if name_of(func) == "data":  # of which leaves have their own
-        leaf = _leaf_in_tree(args[0])
-        return leaf.data if func.__name__ == "__get__" else setattr(leaf, "data", args[1])
-    with without_torch_function():
-        args, kwargs = replace_instances((args, kwargs), HostParameter, _leaf_in_tree)
-    return func(*args, **kwargs)
-
-
-def _leaf_in_tree(master: HostParameter) -> nn.Parameter:
-    _, weight = _guarded[id(master)]
-    return weight.twin.parameter if weight.places else master
 
 
 def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
@@ -381,7 +294,7 @@ def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
     found: list[Any] = []
     for tensor in tensors:
         if isinstance(tensor, HostParameter):
-            found += edges_of(_guarded[id(tensor)][1])
+            found += edges_of(guarded[id(tensor)][1])
         else:
             found.append(tensor)
     return found

@@ -1,0 +1,108 @@
+"""Functions of torch's that take weights without asking their class (`__torch_function__`): here they are made to ask.
+
+Factories such as `torch.tensor(weight)` take any object, `nn.Parameter(weight)` takes those of torch's own classes, and
+custom autograd Functions take whatever they are given. They are changed once in a process, when a module is first
+attached, and do what they did for everything but our own classes.
+
+`torch.compile` has to look into this file, as it meets these functions in the code of users.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from sp_lightning.pipeline.torch_private import apply_of, register_builtin
+
+_FACTORIES = (
+    "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_compressed_tensor", "sparse_csr_tensor",
+    "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
+)  # fmt: skip
+_METHODS = ("new_tensor", "new", "set_", "as_subclass")
+
+Kinds = Sequence[type[nn.Parameter]]
+
+
+class SeesFunctions(Protocol):
+    """Whoever wants to know of custom autograd Functions that are applied."""
+
+    def note_function(self, given: Sequence[Any], output: Any) -> None:
+        """Note what a Function was given, and what it has returned."""
+
+
+class RunningCalls(threading.local):
+    """The calls of units that this thread is in, of all models, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[SeesFunctions] = []
+
+
+running_calls = RunningCalls()
+
+
+def see_all_uses(kinds: Kinds, leaves: Kinds) -> None:
+    """Have these classes see what torch would not tell them of, and calls of units see custom Functions."""
+    for name in _FACTORIES:
+        _ask_classes(torch, name, kinds)
+    for name in _METHODS:
+        _ask_classes(Tensor, name, kinds)
+    _make_parameters_of(kinds, leaves)
+    _see_functions(kinds)
+
+
+def _ask(kinds: Kinds, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function, by the `__torch_function__` of these classes if it is given an instance of one."""
+    given = [value for value in (*args, *kwargs.values()) if type(value) in kinds]
+    if given and torch.overrides.has_torch_function(given):
+        return torch.overrides.handle_torch_function(function, given, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def _ask_classes(owner: Any, name: str, kinds: Kinds) -> None:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        return _ask(kinds, function, args, kwargs)
+
+    setattr(owner, name, asking)
+    register_builtin(asking, function)
+
+
+def _make_parameters_of(kinds: Kinds, leaves: Kinds) -> None:
+    """Have `nn.Parameter(data)` take instances of these classes for Parameters.
+
+    It asks for the very classes of torch's. Of others it wants a `detach` that returns what is a Parameter, too.
+    Nothing else than its `__new__` is asked. A Parameter that is made of a leaf may outlive what lies in the leaf's
+    place. So it gets memory of its own.
+    """
+    make = nn.Parameter.__new__
+
+    @functools.wraps(make)
+    def make_of(new: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in leaves:
+            data = data.detach().clone()
+        elif type(data) in kinds:
+            data = data.detach()
+        return make(new, data, requires_grad)
+
+    nn.Parameter.__new__ = staticmethod(make_of)  # type: ignore[method-assign, assignment]
+
+
+def _see_functions(kinds: Kinds) -> None:
+    bind = apply_of(Function)
+
+    @functools.wraps(Function.apply)
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        output = _ask(kinds, bind(cls), args, kwargs)
+        for call in running_calls.stack:
+            call.note_function(args, output)
+        return output
+
+    Function.apply = classmethod(apply)
