@@ -16,9 +16,10 @@ from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.calls.backward import BackwardPass, Graphs
+from sp_lightning.pipeline.calls.backward import BackwardPass
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remove_gate
+from sp_lightning.pipeline.calls.graphs import Graphs
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients

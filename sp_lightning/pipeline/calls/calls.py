@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-from torch import Tensor
 
-from sp_lightning.pipeline.calls.backward import BackwardPass, CallToCome, before_backward, nodes_of
-from sp_lightning.pipeline.calls.functions import RunningCall
+from sp_lightning.pipeline.calls.backward import BackwardPass
 from sp_lightning.pipeline.calls.gates import open_steps
+from sp_lightning.pipeline.calls.graphs import CallToCome, before_backward, nodes_of
+from sp_lightning.pipeline.calls.running_call import RunningCall
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.operands import autocast_dtype, replace_instances
+from sp_lightning.pipeline.operands import autocast_dtype
 from sp_lightning.pipeline.optimizer.visit import Visit
-from sp_lightning.pipeline.tensors_in import tensors_in
-from sp_lightning.pipeline.torch_private import alias_count, in_backward, in_transform, is_capturing, storage_key
+from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.overrides import running_calls
 from sp_lightning.pipeline.window.order import Pass
@@ -330,37 +329,14 @@ class Calls:
 
     def _announce(self, call: RunningCall, output: Any) -> Any:
         """Have backward announce itself when it reaches this call, and clone outputs that lie in a place."""
-        engine, member = self._engine, call.member
-        graphs = engine.graphs
-        places = engine.arrangement.twins.keys()
-
-        def out_of_place(tensor: Tensor) -> Tensor:
-            is_outside = places.isdisjoint(map(storage_key, tensors_in(tensor)))
-            return tensor if is_outside else tensor.clone()
-
-        hidden: list[Any] = []
-        tensors = tensors_in(output, hidden)
-        if not places.isdisjoint(map(storage_key, tensors)):
-            output = replace_instances(output, Tensor, out_of_place)
-            tensors = tensors_in(output)
-            if not places.isdisjoint(map(storage_key, tensors)):
-                raise RuntimeError(
-                    f"superpipeline: {member.name!r} returns one of its weights in an object (of a "
-                    "class of its own, a function, an array), where a clone cannot take its place. "
-                    "Return a clone of the weight, or name it in `resident`."
-                )
-        # besides the twin and its data, something has a view of a weight: a graph, or what is hidden
-        if hidden and any(alias_count(entry.weight.twin.key) > 2 for entry in member.entries):
-            raise RuntimeError(
-                f"superpipeline: {member.name!r} returns an object of the class "
-                f"{type(hidden[0]).__qualname__!r}, which cannot be searched for weights. Return "
-                "what it holds as tensors, or name the weights in `resident`."
-            )
+        engine, graphs = self._engine, self._engine.graphs
+        output, tensors = call.outside_of_places(output)
         nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
             graphs.current.is_built = True
             # none if all are kept
             bundle = engine.offloader.open[-1] if engine.offloader.open else None
-            action = partial(BackwardPass.reach, ref(engine), CallToCome(member, graphs.current, call.needed, bundle))
+            to_come = CallToCome(call.member, graphs.current, call.needed, bundle)
+            action = partial(BackwardPass.reach, ref(engine), to_come)
             before_backward(nodes, action, call.number, graphs.calls)
         return output

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls.backward import differentiate, edges_of
+from sp_lightning.pipeline.calls.graphs import differentiate, edges_of
 from sp_lightning.pipeline.calls.masters import (
     HostParameter,
     guarded,

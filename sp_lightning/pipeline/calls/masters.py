@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from sp_lightning.pipeline.calls.backward import GRADIENT
+from sp_lightning.pipeline.calls.graphs import GRADIENT
 from sp_lightning.pipeline.operands import instances_in, name_of, replace_instances
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.autocast import LoweredParameter

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DATA: Any = Tensor.data
 USES_TO_WATCH = 2
-"""How many uses are watched for writes that torch does not count (see window.py), in each mode."""
+"""How many uses are watched for writes that torch does not count (see master_access.py), in each mode."""
 
 
 def used_in_backward(name: str) -> RuntimeError:

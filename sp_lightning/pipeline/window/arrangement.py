@@ -316,7 +316,7 @@ class Arrangement:
     def close(self) -> None:
         """Have nothing stand for weights any more. Idempotent."""
         for unit in self.all_units:
-            # saved weights lead to units, and must not lead to the module (see backward.py)
+            # saved weights lead to units, and must not lead to the module (see graphs.py)
             unit.members.clear()
         # the garbage collector would only free memory with this object, a part of cycles
         for weight in self.every_weight:

@@ -10,45 +10,27 @@ autograd runs nodes in the reverse order of their creation, so by then the nodes
 The optimizer may still be stepping a unit's masters when the unit is needed again. Its H2D copy then begins when they
 have been stepped, and nothing reads the masters before the step is done. Other copies do not wait for that: the
 optimizer steps units in another order than that in which they were asked for.
-
-[Note: while copies read the masters]
-Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
-not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
-waits for it, and guards stay until then.
-
-[Note: writes on the device]
-A forward may write to its weights (`nn.Embedding(max_norm=...)`), so may a checkpoint within it that backward runs
-again, a hook, and code outside of units through a view. The masters get that when the device's copy is to be
-discarded, when the step ends, or when somebody looks at them.
-
-[Note: writes that torch does not count]
-Some operations write without a new version: `F.batch_norm` its running statistics, numpy, fused optimizers. So the
-first uses of a unit compare fingerprints of its bytes, before a call and after it, in training mode and in evaluation
-mode. A weight that changes unseen is compared with its master whenever others are asked for their version.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
-
-import torch
+from collections.abc import Sequence, Set
 
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Residency, Unit
-from sp_lightning.pipeline.weights.buffers import as_bytes
-from sp_lightning.pipeline.weights.segment import NOTHING, written_by_follower
+from sp_lightning.pipeline.weights.segment import NOTHING
 from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.window.master_access import MasterAccess
 from sp_lightning.pipeline.window.order import Order
 
 _USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
 _UNITS_AHEAD = 3
 
 
-class Window:
+class Window(MasterAccess):
     """Brings units to the device and evicts others to make room."""
 
     def __init__(
@@ -59,11 +41,9 @@ class Window:
         backend: Backend,
         stats: Stats,
     ) -> None:
-        self.units = units
+        super().__init__(units, backend, stats)
         self._unit_of_member = list(unit_of_member)
         self.order = order
-        self.backend = backend
-        self.stats = stats
         # whether no copy has been asked for, and no step begun, since all were waited for
         self.settled = True
         # units that nothing else takes the place of, fetched as soon as possible
@@ -167,7 +147,7 @@ class Window:
                 self._verify(unit)
             if unit.residency is Residency.ABSENT:
                 # other processes, without which it is not stepped, may wait for this one, which would for its place
-                awaits_others = unit.is_ahead and self._is_being_stepped(unit)
+                awaits_others = unit.is_ahead and self.is_being_stepped(unit)
                 if awaits_others or not self._may_take_place(unit, needed):
                     break
                 self._load(unit)
@@ -183,7 +163,7 @@ class Window:
         for other in unit.conflicts & self._lying:
             if other.residency is Residency.ABSENT:
                 continue
-            awaits_step = other.residency is Residency.COMING and self._is_being_stepped(other)
+            awaits_step = other.residency is Residency.COMING and self.is_being_stepped(other)
             if awaits_step or other.users or other in needed:
                 return False
         return True
@@ -207,39 +187,9 @@ class Window:
             for segment in other.segments:
                 segment.note_change()
 
-    def finish_optimizer(self, unit: Unit) -> None:
-        """Wait until the optimizer is done with the unit's masters; an error of its step is raised here."""
-        work = unit.being_stepped
-        if work is None:
-            return
-        self.stats.optimizer_waits += not work.done
-        try:
-            self.backend.trace.join(work, "optimizer")
-        finally:
-            if work.done:  # not if an interrupt has ended the wait
-                unit.being_stepped = None
-
-    def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
-        """Return the tickets of copies that may still read these units' masters, used or not."""
-        # weights that were made resident are copied by themselves
-        readers = [reader for unit in units for reader in (unit, *unit.apart)]
-        return [ticket for reader in readers for ticket in reader.uploads if not ticket.done]
-
-    def finish_copies(self, units: Iterable[Unit]) -> None:
-        """Wait until no copy reads these units' masters: somebody may write to them."""
-        copies = self.copies_of(units)
-        self.stats.host_syncs += bool(copies)
-        for ticket in copies:
-            ticket.join()
-
-    def _is_being_stepped(self, unit: Unit) -> bool:
-        if unit.being_stepped is not None and unit.being_stepped.done:
-            self.finish_optimizer(unit)
-        return unit.being_stepped is not None
-
     def _verify(self, unit: Unit) -> None:
         """If the unit's masters may have changed since they were last checked, check; discard an outdated copy."""
-        if not unit.suspect or self._is_being_stepped(unit):
+        if not unit.suspect or self.is_being_stepped(unit):
             return
         unit.suspect = False
         is_outdated = False
@@ -266,7 +216,7 @@ class Window:
         if unit.conflicts:
             self._lying.add(unit)
         unit.uploads = [ticket for ticket in unit.uploads if not ticket.done]
-        step = unit.being_stepped if self._is_being_stepped(unit) else None
+        step = unit.being_stepped if self.is_being_stepped(unit) else None
         if unit.visit is not None:
             unit.uploads.append(unit.visit.begin())
             step = None
@@ -292,7 +242,7 @@ class Window:
                     "superpipeline: a backward pass inside of a unit's forward needs the place of "
                     "that very unit. Use a larger `k`, or name the inner module in `resident`."
                 )
-            if unit.residency is Residency.COMING and self._is_being_stepped(unit):
+            if unit.residency is Residency.COMING and self.is_being_stepped(unit):
                 self.finish_optimizer(unit)
             if unit.is_reached:
                 unit.leave(is_over=False)
@@ -302,66 +252,3 @@ class Window:
         self._lying.discard(unit)
         for segment in unit.segments:
             segment.lying = NOTHING
-
-    # ------------------------------------------------------------------------------------- what the device has written
-
-    def write_back_all(self) -> None:
-        """Write back what was written to any weights on the device."""
-        for unit in self.units:
-            if unit.residency is Residency.READABLE:
-                for segment in unit.segments:
-                    self.write_back(segment.weights)
-
-    def write_back(self, weights: Iterable[Weight]) -> None:
-        """Copy those of the weights that were written to on the device to their masters."""
-        for weight in weights:
-            twin = weight.twin
-            is_readable = twin.unit.residency is Residency.READABLE
-            if twin.unit.fingerprint is not None:
-                self.find_unseen_writes(twin.unit)
-            if not (twin.is_touched() or (weight.changes_unseen and is_readable)):
-                continue
-            if not is_readable:
-                raise RuntimeError(
-                    f"Weight {weight.name!r} was changed in backward after the optimizer had "
-                    "stepped it there, which this change should have preceded. Train with "
-                    "`overlap_optimizer=False`."
-                )
-            self._write_to_master(weight)
-
-    def find_unseen_writes(self, unit: Unit) -> None:
-        """Look for writes to a unit since it is watched, and write those to masters that torch has not counted."""
-        is_readable = unit.residency is Residency.READABLE
-        self.stats.host_syncs += is_readable and self.backend.device.type != "cpu"
-        if not (unit.has_changed() and is_readable):
-            return
-        for segment in unit.segments:
-            for weight in segment.weights:
-                if weight.twin.unit is unit and not (weight.lowered or weight.twin.is_touched()):
-                    weight.changes_unseen |= self._write_to_master(weight)
-
-    def _write_to_master(self, weight: Weight) -> bool:
-        """Copy a weight to its master, and tell whether that has changed."""
-        twin = weight.twin
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
-            self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
-            self.finish_optimizer(weight.unit)
-            self.stats.host_syncs += 1
-            # clamped to where it was
-            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):
-                twin.note_unchanged()
-                return False
-            assert not weight.lowered, "what writes to a weight gets it as it is"
-            if weight.unit.is_followed:
-                raise written_by_follower(weight)
-            weight.receive(arrived)
-        twin.note_unchanged()
-        twin.write_backs += 1
-        self.stats.write_backs += 1
-        # else a change of another weight, which is still to be found, would look checked
-        if not twin.unit.suspect:
-            for segment in twin.unit.segments:
-                if not segment.sends_copies:
-                    segment.note_written_back()
-        return True

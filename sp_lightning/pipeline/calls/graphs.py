@@ -1,0 +1,160 @@
+"""The graphs that wait for their backward: their nodes, the calls that made them, and what stands for weights in them.
+
+[Note: what nodes hold]
+A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold, so
+the module would never be freed if that led to it: nodes refer to the engine's objects weakly.
+
+[Note: before backward]
+Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
+tensor (its base, for a view) stays in the graph in every case, so the hook is registered there. A view that a custom
+autograd function returns has a base from before its graph, or from inside of it, but cannot be modified in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+
+from sp_lightning.pipeline.activations.offload import Bundle
+from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.torch_private import tensor_hooks, without_torch_function
+from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.weights.weight import Weight
+
+GRADIENT: Any = Tensor.grad  # a leaf's own, where its class answers with its master's
+
+
+class Graph:
+    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_built = False  # whether a call has made nodes of it
+        self.done = False  # whether a backward has run through it
+        self.outdated = False  # whether weights have got other places since
+
+
+class Graphs:
+    """The graphs that may still need weights where these lay when the graphs were built."""
+
+    def __init__(self) -> None:
+        self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.current = Graph(0)  # the graph that is being built
+        self.calls = 0  # how many calls of units have begun
+        # whether weights were used outside of units since the last scope or backward
+        self.has_served = False
+        self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
+
+    def begin(self) -> None:
+        """Begin the graph of a new step; whoever holds nodes of the last one may run a backward through it."""
+        self._earlier.add(self.current)
+        self.current = Graph(self.current.number + 1)
+
+    def outdate(self) -> None:
+        """Note that weights no longer lie where graphs need them."""
+        self.begin()
+        for graph in self._earlier:
+            graph.outdated = True
+
+    def earlier_waiting(self) -> bool:
+        """Tell whether a graph of an earlier step still waits for its backward."""
+        return any(not graph.done for graph in self._earlier)
+
+    def waiting(self) -> bool:
+        """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
+        return self.has_served or self.earlier_waiting()
+
+
+def nodes_of(outputs: list[Tensor]) -> list[Node]:
+    """Return the nodes that made tensors, as they stay in the graph ([Note: before backward])."""
+    nodes: list[Node] = []
+    for output in outputs:
+        node, base = output.grad_fn, output._base
+        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
+            node = base.grad_fn
+        if node is not None:
+            nodes.append(node)
+    return nodes
+
+
+def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since: int, now: int) -> None:
+    """Run an action before backward reaches the nodes with which a call made its outputs.
+
+    A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
+    whose weights would have to make room for this call's at the very moment at which they are needed. So `since` is the
+    number of calls when this one began, and `now` that of all.
+    """
+    for node in set(nodes):
+        metadata: Any = node.metadata  # a dictionary, not a method as typed
+        if metadata.setdefault("superpipeline", now) >= since:
+            node.register_prehook(action)
+
+
+def edges_of(weight: Weight) -> list[Any]:
+    """Return what stands for a weight in graphs: edges, as leaves may have a class of their own."""
+    with without_torch_function():
+        leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
+        if weight.master.requires_grad and leaves:
+            return list(map(get_gradient_edge, leaves))
+        # no graph has it
+        return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]
+
+
+def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` with leaves in place of weights; their gradients get the masters' dtype.
+
+    The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
+    """
+    if isinstance(inputs, dict):
+        found = differentiate(outputs, list(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, found, strict=True))
+    inputs = [inputs] if isinstance(inputs, Tensor | Weight) else list(inputs)
+    edges = [edges_of(each) if isinstance(each, Weight) else [each] for each in inputs]
+    if any(len(of_input) > 1 for of_input in edges):  # the outputs may have used one leaf of a weight alone
+        kwargs["allow_unused"] = True
+    found = iter(torch.autograd.grad(outputs, list(chain.from_iterable(edges)), *args, **kwargs))
+    gradients: list[Tensor | None] = []
+    for each, of_input in zip(inputs, edges, strict=True):
+        parts = [part for part in islice(found, len(of_input)) if part is not None]
+        if isinstance(each, Weight) and parts:
+            with without_torch_function():
+                gradient = reduce(torch.add, [part.to(each.dtype) for part in parts])
+                parts = [run_hooks(tensor_hooks(each.master), gradient)]
+        gradients.append(parts[0] if parts else None)
+    return tuple(gradients)
+
+
+class CallToCome:
+    """A call until backward reaches it, or nobody holds its graph any more; nodes hold it ([Note: what nodes hold]).
+
+    Attributes:
+        member: The member.
+        graph: The graph that the call has built.
+        needed: The units with whose weights it has computed.
+        bundle: What it has saved; None if nobody has to know.
+    """
+
+    def __init__(self, member: Member, graph: Graph, needed: Sequence[Unit], bundle: Bundle | None) -> None:
+        self.member = weakref.ref(member)
+        self.graph = graph
+        self.needed = needed
+        self.bundle = bundle
+        self._unit = member.unit
+        if member.unit is not None:
+            member.unit.calls_to_come += 1
+
+    def end(self) -> None:
+        """Note that backward has reached the call, which may be of several nodes."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.calls_to_come -= 1
+
+    __del__ = end

@@ -1,0 +1,139 @@
+"""Access to masters whose units may be on the device: what it waits for, and what the device has written to them.
+
+[Note: while copies read the masters]
+Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
+not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
+waits for it, and guards stay until then.
+
+[Note: writes on the device]
+A forward may write to its weights (`nn.Embedding(max_norm=...)`), so may a checkpoint within it that backward runs
+again, a hook, and code outside of units through a view. The masters get that when the device's copy is to be
+discarded, when the step ends, or when somebody looks at them.
+
+[Note: writes that torch does not count]
+Some operations write without a new version: `F.batch_norm` its running statistics, numpy, fused optimizers. So the
+first uses of a unit compare fingerprints of its bytes, before a call and after it, in training mode and in evaluation
+mode. A weight that changes unseen is compared with its master whenever others are asked for their version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.stats import Stats
+from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.units.unit import Residency, Unit
+from sp_lightning.pipeline.weights.buffers import as_bytes
+from sp_lightning.pipeline.weights.segment import written_by_follower
+from sp_lightning.pipeline.weights.weight import Weight
+
+
+class MasterAccess:
+    """Waits for what is under way with masters, and brings them what a forward has written to weights on the device.
+
+    Attributes:
+        units: All units, what is resident, and weights that were made resident.
+    """
+
+    def __init__(self, units: Sequence[Unit], backend: Backend, stats: Stats) -> None:
+        self.units = units
+        self.backend = backend
+        self.stats = stats
+
+    def finish_optimizer(self, unit: Unit) -> None:
+        """Wait until the optimizer is done with the unit's masters; an error of its step is raised here."""
+        work = unit.being_stepped
+        if work is None:
+            return
+        self.stats.optimizer_waits += not work.done
+        try:
+            self.backend.trace.join(work, "optimizer")
+        finally:
+            if work.done:  # not if an interrupt has ended the wait
+                unit.being_stepped = None
+
+    def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
+        """Return the tickets of copies that may still read these units' masters, used or not."""
+        # weights that were made resident are copied by themselves
+        readers = [reader for unit in units for reader in (unit, *unit.apart)]
+        return [ticket for reader in readers for ticket in reader.uploads if not ticket.done]
+
+    def finish_copies(self, units: Iterable[Unit]) -> None:
+        """Wait until no copy reads these units' masters: somebody may write to them."""
+        copies = self.copies_of(units)
+        self.stats.host_syncs += bool(copies)
+        for ticket in copies:
+            ticket.join()
+
+    def is_being_stepped(self, unit: Unit) -> bool:
+        """Tell whether an optimizer is still at work on the unit's masters; an error of its step is raised here."""
+        if unit.being_stepped is not None and unit.being_stepped.done:
+            self.finish_optimizer(unit)
+        return unit.being_stepped is not None
+
+    # ------------------------------------------------------------------------------------- what the device has written
+
+    def write_back_all(self) -> None:
+        """Write back what was written to any weights on the device."""
+        for unit in self.units:
+            if unit.residency is Residency.READABLE:
+                for segment in unit.segments:
+                    self.write_back(segment.weights)
+
+    def write_back(self, weights: Iterable[Weight]) -> None:
+        """Copy those of the weights that were written to on the device to their masters."""
+        for weight in weights:
+            twin = weight.twin
+            is_readable = twin.unit.residency is Residency.READABLE
+            if twin.unit.fingerprint is not None:
+                self.find_unseen_writes(twin.unit)
+            if not (twin.is_touched() or (weight.changes_unseen and is_readable)):
+                continue
+            if not is_readable:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} was changed in backward after the optimizer had "
+                    "stepped it there, which this change should have preceded. Train with "
+                    "`overlap_optimizer=False`."
+                )
+            self._write_to_master(weight)
+
+    def find_unseen_writes(self, unit: Unit) -> None:
+        """Look for writes to a unit since it is watched, and write those to masters that torch has not counted."""
+        is_readable = unit.residency is Residency.READABLE
+        self.stats.host_syncs += is_readable and self.backend.device.type != "cpu"
+        if not (unit.has_changed() and is_readable):
+            return
+        for segment in unit.segments:
+            for weight in segment.weights:
+                if weight.twin.unit is unit and not (weight.lowered or weight.twin.is_touched()):
+                    weight.changes_unseen |= self._write_to_master(weight)
+
+    def _write_to_master(self, weight: Weight) -> bool:
+        """Copy a weight to its master, and tell whether that has changed."""
+        twin = weight.twin
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
+            self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
+            self.finish_optimizer(weight.unit)
+            self.stats.host_syncs += 1
+            # clamped to where it was
+            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):
+                twin.note_unchanged()
+                return False
+            assert not weight.lowered, "what writes to a weight gets it as it is"
+            if weight.unit.is_followed:
+                raise written_by_follower(weight)
+            weight.receive(arrived)
+        twin.note_unchanged()
+        twin.write_backs += 1
+        self.stats.write_backs += 1
+        # else a change of another weight, which is still to be found, would look checked
+        if not twin.unit.suspect:
+            for segment in twin.unit.segments:
+                if not segment.sends_copies:
+                    segment.note_written_back()
+        return True
