@@ -123,7 +123,7 @@ def test_imports_point_one_way_within_the_engine():
 # costs as much as a short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
 AT_MOST = {
     "code lines of more than 100 columns, per mille": 32,
-    "files": 108,
+    "files": 112,
     "imports that lead back": 5,
     "tokens": 119_700,
     "tokens of the engine": 78_200,
