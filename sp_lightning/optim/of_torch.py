@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -47,7 +46,7 @@ class OnePass:
         self._update: Update | None = None
         if isinstance(optimizer, AdamW):
             self._update = optimizer.update
-        elif settings.get("fused") and is_plain and find_spec("numba"):
+        elif settings.get("fused") and is_plain:
             # torch would run its fused kernel
             self._update = _UPDATES.get(self._type)
 
