@@ -156,7 +156,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
         return 0
     if isinstance(optimizer, AdamW):
         return sum(optimizer.state_bytes(group) for group in optimizer.param_groups)
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not type(optimizer).__module__.startswith("torch.optim"):
         return 0  # the code of a user's own class may do anything in a step
     groups = [{**group, **_ON_META, "params": _on_meta(group)} for group in optimizer.param_groups]
     for group in groups:
