@@ -80,7 +80,8 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
         unknown: Refused, with the names that there are.
 
     Returns:
-        The attached pipeline. Its `detach()` gives the plain module back; until then the module and its memory stay.
+        The attached pipeline. Its `detach()`, or the end of a `with` block, gives the plain module back; until then the
+        module and its memory stay.
 
     Raises:
         ValueError: If an argument is invalid, or does not fit the module or the available memory.
@@ -88,9 +89,8 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
 
     Examples:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
-        >>> pipeline = superpipeline(model, "cpu", k=2)
-        >>> model(torch.ones(1, 8)).sum().backward()
-        >>> pipeline.detach()
+        >>> with superpipeline(model, "cpu", k=2) as pipeline:
+        ...     model(torch.ones(1, 8)).sum().backward()
     """
     options = options_among(locals())
     refuse_unknown("superpipeline()", unknown)
@@ -114,7 +114,9 @@ class _RegisteringFinder(MetaPathFinder):
         """Find a namespace where others do."""
         if fullname not in _ADAPTORS:
             return None
-        found = (other.find_spec(fullname, path, target) for other in sys.meta_path if other is not self)
+        # Python, too, passes over finders of the old protocol, which have no `find_spec`
+        others = [other for other in sys.meta_path if other is not self and hasattr(other, "find_spec")]
+        found = (other.find_spec(fullname, path, target) for other in others)
         spec = next(filter(None, found), None)
         # a folder of a user's own has no loader yet
         if spec is not None and spec.loader is not None:
@@ -144,6 +146,11 @@ sys.meta_path.insert(0, _RegisteringFinder())
 for _package in _ADAPTORS:
     if sys.modules.get(_package) is not None:
         _register(_package)
+
+
+def __dir__() -> list[str]:
+    """List all names, of which `__getattr__` imports some on demand, for completion."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

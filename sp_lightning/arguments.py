@@ -14,14 +14,33 @@ from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, Pipe
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
 
+    from sp_lightning.trainer import FabricNamespace
+
 _SET_BY_LIGHTNING = {"accelerator", "parallel_devices", "cluster_environment", "precision", "precision_plugin"}
 
 
+_ALWAYS_ON_HOST = (
+    "weights are always in CPU memory, and so is optimizer state unless `memory_budget` has room for it (see "
+    "`optimizer_on`)"
+)
+_OF_OTHERS = {
+    "auto_wrap_policy": "`units` names the layers that stream; by default they are found",
+    "activation_checkpointing": "use `activations='recompute'`",
+    "activation_checkpointing_policy": "use `activations='recompute'`",
+    "cpu_offload": _ALWAYS_ON_HOST,
+    "offload_optimizer": _ALWAYS_ON_HOST,
+    "stage": f"there are no stages: {_ALWAYS_ON_HOST}",
+}
+"""Arguments of FSDP and DeepSpeed, and what stands for them here."""
+
+
 def refuse_unknown(taker: str, arguments: Collection[str]) -> None:
-    """Answer a misspelled argument with the names that there are."""
+    """Answer an unknown argument with ours that does the same, or with the names that there are."""
     if arguments:
+        name = min(arguments)
         names = ", ".join(field.name for field in fields(PipelineOptions))
-        raise TypeError(f"{taker} has no argument {min(arguments)!r}. Its options are {names}.")
+        hint = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else ""
+        raise TypeError(f"{taker} has no argument {name!r}{hint}. Its options are {names}.")
 
 
 def options_among(arguments: Mapping[str, Any]) -> PipelineOptions:
@@ -30,13 +49,12 @@ def options_among(arguments: Mapping[str, Any]) -> PipelineOptions:
 
 
 class StrategyWithOptions:
-    """A strategy that can be named: `strategy="superpipeline"`, or a preset's name; its options are the pipeline's."""
+    """A strategy that can be named, `strategy="superpipeline"`; its options are the pipeline's."""
 
     strategy_name = "superpipeline"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "superpipeline_recompute": {"activations": "recompute"},
-        "superpipeline_offload": {"activations": "offload"},
-    }
+    lightning: ClassVar[FabricNamespace]
+    used_by: ClassVar[str]
+    """Whose argument it is: the Trainer's, or Fabric's."""
 
     def __init__(
         self,
@@ -70,9 +88,13 @@ class StrategyWithOptions:
         """Make what a strategy has beside its arguments."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        """Name the strategy: Lightning says this of one that it was given and does not know."""
+        owner = f"{self.used_by} of {self.lightning.name}"
+        return f"<{type(self).__name__} for the {owner} alone; strategy={self.strategy_name!r} works everywhere>"
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's names, unless they already are: Lightning refuses to register a name twice."""
-        for name, choices in {cls.strategy_name: {}, **cls.presets}.items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=cls.__name__, **choices)
+        """Register the strategy's name, unless it already is: Lightning refuses to register a name twice."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)

@@ -4,17 +4,20 @@ The first four are a LightningCLI for any LightningModule, with our strategy as 
 model would take, without the machine for it (see `planning/report.py`), or with rates of the machine that there is
 (see `planning/rates.py`); `check` compares numbers there with plain training's.
 
-Nothing else imports this module: it needs jsonargparse, which the extra `sp-lightning[cli]` installs.
+Nothing else imports this module. All commands but `check` need jsonargparse, which the extra `sp-lightning[cli]`
+installs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +32,7 @@ from sp_lightning.pipeline.lanes.devices import full_device
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.known import find, known, named_model, rates_of, recipe
 from sp_lightning.planning.rates import measure
+from sp_lightning.planning.report import Report, Row
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -37,6 +41,16 @@ PROGRAM = "sp-lightning"
 RUNS = ("fit", "validate", "test", "predict")
 """The commands of LightningCLI."""
 COMMANDS = (*RUNS, "plan", "check")
+_HELP = f"""usage: {PROGRAM} [--help] [--version] COMMAND ...
+
+Train and use models larger than GPU memory, with PyTorch Lightning.
+
+commands:
+  fit, validate, test, predict   a LightningCLI for any LightningModule, streamed by default
+  plan                           estimate memory and speed, also for a machine that you do not have
+  check                          compare streamed training with plain training on your device
+
+`{PROGRAM} COMMAND --help` lists the arguments of a command."""
 
 _STRATEGIES = {
     "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
@@ -48,22 +62,28 @@ _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 def main() -> int:
     """Run `sp-lightning`, and return its status: 0, 2 if an argument is wrong, 1 if `check` or the extra fails."""
-    if find_spec("jsonargparse") is None:
-        return _fail("the command line needs jsonargparse: pip install 'sp-lightning[cli]'", 1)
     # unlike `python -m`, a console script does not import from the current folder
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    command, arguments = sys.argv[1:2], sys.argv[2:]
-    if not command or not (command[0].startswith("-") or command[0] in COMMANDS):
-        asked = f", not {command[0]!r}" if command else ""
+    command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
+    if "--version" in sys.argv[1:]:
+        print(sp_lightning.__version__)
+        return 0
+    if command in ("-h", "--help"):
+        print(_HELP)
+        return 0
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and gives no arguments
+        command = RUNS[0]
+    if not (command.startswith("-") or command in COMMANDS):
+        asked = f", not {command!r}" if command else ""
         return _fail(f"expected one of {', '.join(COMMANDS)}{asked}; see `{PROGRAM} --help` and `plan --help`", 2)
+    if command != "check" and find_spec("jsonargparse") is None:
+        return _fail(f"`{command}` needs jsonargparse: pip install 'sp-lightning[cli]'", 1)
     try:
-        if command == ["--version"]:
-            print(sp_lightning.__version__)
-        elif command == ["plan"]:
+        if command == "check":
+            return _check(arguments)
+        if command == "plan":
             _plan(arguments)
-        elif command == ["check"]:
-            return 0 if check(full_device(arguments[0] if arguments else None)) else 1
         else:
             _run()
     except argparse.ArgumentError as error:
@@ -71,10 +91,21 @@ def main() -> int:
     except (OSError, ValueError) as error:
         # what our own commands were given, or files that they cannot use; else what the strategy's constructor refused
         refused = re.findall(r"  - (`\w+=.*)", str(error))
-        if command[0] in RUNS and not refused:
+        if command in RUNS and not refused:
             raise
         return _fail(next(iter(refused), str(error)), 2)
     return 0
+
+
+def _check(arguments: Sequence[str]) -> int:
+    """Compare streamed training with plain training on the device that the user names."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} check",
+        description="Train a small model plainly, then streamed in every way, and compare the numbers. It takes "
+        "seconds, and ends with a line to paste into an issue.",
+    )
+    parser.add_argument("device", nargs="?", help="such as cpu or cuda:1; by default the accelerator, if there is one")
+    return 0 if check(full_device(parser.parse_args(arguments).device)) else 1
 
 
 def _run() -> None:
@@ -98,8 +129,7 @@ def _run_in(name: str) -> None:
         trainer_defaults={"strategy": {"class_path": _STRATEGIES[name]}},
         parser_kwargs={
             "prog": PROGRAM,
-            "description": "Train and use models larger than the memory of the device, with PyTorch Lightning. "
-            f"Before that, `{PROGRAM} plan --help`: what a model would take, on a machine of any kind.",
+            "description": "Train and use models larger than GPU memory, with PyTorch Lightning.",
             **raises,
             **{command: dict(raises) for command in RUNS},
         },
@@ -143,9 +173,38 @@ def _plan(arguments: Sequence[str]) -> None:
     module = _module(name, parser, options) if is_class else named_model(name)
     given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
     report = plan(module, given, title=name)
+    if options.json:
+        print(json.dumps(_as_json(report), indent=2))
+        return
     print(report)
     if report.best.step is not None and (command := recipe(name, report.best.given)):
         print(f"or, with its data: python examples/{command}")
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    """Return a plan as plain data: each row has its assumptions, and what a step takes if one fits."""
+    return {"title": report.title, "best": report.rows.index(report.best), "rows": [_row(row) for row in report.rows]}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    given = {**asdict(row.given), "device_bytes": row.given.device_bytes, "host_bytes": row.given.host_bytes}
+    step = row.step
+    if step is None:
+        return {"given": given, "fits": False, "missing": row.missing}
+    tokens = row.given.tokens * row.given.accumulate * row.given.devices
+    return {
+        "given": given,
+        "fits": True,
+        "device_bytes": step.device_bytes,
+        "host_bytes": step.host_bytes,
+        "seconds": step.seconds,
+        "tokens_per_second": tokens / step.seconds,
+        "bottleneck": step.bottleneck.value,
+        "k": step.choice.k,
+        "policies": Counter(way.policy for way in step.choice.ways),
+        "units_on_device": len(step.choice.living),
+        "units_updated_on_device": len(step.choice.visiting),
+    }
 
 
 def _plan_parser() -> ArgumentParser:
@@ -170,6 +229,7 @@ def _plan_parser() -> ArgumentParser:
         action="store_true",
         help="measure the rates of this machine, in seconds, and assume them",
     )
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object, for scripts")
     parser.add_class_arguments(Assumptions)
     return parser
 

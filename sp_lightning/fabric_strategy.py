@@ -126,6 +126,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         >>> model, optimizer = fabric.setup(model, optimizer)
     """
 
+    used_by = "Fabric"
     single_device_strategy: ClassVar[type]
     _num_nodes = 1  # set by Fabric
 

@@ -219,7 +219,8 @@ def loss_in_slices(model: Any) -> None:
     """Have a causal language model of transformers compute the loss of `labels=` without all of its logits.
 
     Loss and gradients are the model's own, up to rounding, by `chunked_cross_entropy`. The logits that come with a loss
-    are those of the last position alone. Modules, parameters and checkpoints stay as they are.
+    are those of the last position alone. Modules, parameters and checkpoints stay as they are, and a second call
+    changes nothing.
 
     Args:
         model: A model such as `AutoModelForCausalLM` loads, before it gets adapters.
@@ -237,9 +238,12 @@ def loss_in_slices(model: Any) -> None:
     is_plain = isinstance(head, nn.Linear) and not [*head.children()]
     if not (is_plain and "loss_function" in used.co_names and "logits_to_keep" in used.co_varnames):
         raise ValueError(f"`{type(model).__name__}` has no loss of transformers' over the logits of a linear layer.")
+    if isinstance(model.loss_function, _LossOfHidden):
+        return
     loss = _LossOfHidden(model)
     model.register_forward_pre_hook(loss.ask_for_one, with_kwargs=True)
     model.base_model.register_forward_hook(loss.note_hidden)
+    model.register_forward_hook(loss.forget_hidden, always_call=True)
     model.loss_function = loss
 
 
@@ -253,12 +257,20 @@ class _LossOfHidden:
 
     def ask_for_one(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Have the model compute the logits of one position, where it computes a loss."""
-        self._is_asked = kwargs.get("labels") is not None
-        return args, {**kwargs, "logits_to_keep": 1} if self._is_asked else kwargs
+        given = inspect.signature(type(self._model).forward).bind(self._model, *args, **kwargs)
+        self._is_asked = given.arguments.get("labels") is not None
+        if self._is_asked:
+            given.arguments["logits_to_keep"] = 1
+        return given.args[1:], given.kwargs
 
     def note_hidden(self, _: nn.Module, args: Any, output: Any) -> None:
         """Note what the head is about to be given."""
         self._hidden = output[0] if self._is_asked else None
+
+    def forget_hidden(self, *_: Any) -> None:
+        """Let go of what the head was given, and of its graph, also after an exception."""
+        self._is_asked = False
+        self._hidden = None
 
     def __call__(
         self,
@@ -271,7 +283,7 @@ class _LossOfHidden:
         **others: Any,
     ) -> Tensor:
         """Compute the loss as transformers does, which gives it arguments of the model, too."""
-        hidden, self._hidden = self._hidden, None
+        hidden = self._hidden
         head = self._model.get_output_embeddings()
         softcap = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
         if not self._is_checked:

@@ -62,13 +62,14 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     """
 
     lightning: ClassVar[Namespace]
+    used_by = "Trainer"
 
     @override
     def _make_parts(self) -> None:
         self.pipeline: Pipeline | None = None
         self.progress = ToldProgress(self.lightning)
         self.meetings = Meetings()
-        self.narrator = Narrator(self.lightning)
+        self.narrator = Narrator(self.lightning, self.options.k_prime)
 
     @override
     def setup_environment(self) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported: two shared cores are slower with more threads, and sums in parallel have no fixed order.
@@ -224,3 +226,23 @@ def _device_bytes() -> int:
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()  # torch keeps these for the next matrix product
     return api.memory_allocated()
+
+
+@pytest.fixture(params=["missing", "broken"])
+def without_numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A Python without numba, or with one that refuses the installed numpy as it is imported."""
+    from sp_lightning.optim.of_torch import has_torchs_bits
+    from sp_lightning.optim.passes import compiled_kernels
+
+    for name in ("numba", "sp_lightning.optim.kernels", "sp_lightning.optim.codecs"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if request.param == "missing":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    else:
+        (tmp_path / "numba.py").write_text("raise SystemError('Numba needs NumPy 2.3 or less')")
+        monkeypatch.syspath_prepend(tmp_path)
+    for cached in (compiled_kernels, has_torchs_bits):
+        cached.cache_clear()
+    yield
+    for cached in (compiled_kernels, has_torchs_bits):
+        cached.cache_clear()

@@ -48,6 +48,7 @@ def test_outcome_in_numbers():
     )
     plan = WindowPlan(2, on_device=("0", "1"), on_device_bytes=1 << 30, visiting=("2",))
     assert "living on the device with their state: 2 (1.0 GiB), units visiting it" in planned(plan)
+    assert f"k={3 * plan.k}," in planned(plan, k_prime=3)
 
 
 # --------------------------------------------------------------------------------------------- with and without one

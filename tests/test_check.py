@@ -33,6 +33,23 @@ def test_it_passes_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert lines[-1].endswith("the CPU: the numbers of plain training in all ways")
 
 
+@pytest.mark.usefixtures("without_numba")
+def test_it_needs_no_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing package is not a wrong number, and torch's own kernels update the units that visit."""
+    status, lines = run(monkeypatch, capsys)
+    assert status == 0
+    assert sum("56 visits" in line for line in lines) == 2
+
+
+def test_what_cannot_happen_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a CPU whose AdamW has other bits than the kernels: units are updated elsewhere, and nothing is wrong."""
+    for module in ("check", "optim.of_torch"):
+        monkeypatch.setattr(f"sp_lightning.{module}.has_torchs_bits", lambda *_: False)
+    status, lines = run(monkeypatch, capsys)
+    assert status == 0
+    assert sum("skipped: this CPU's AdamW" in line for line in lines) == 2
+
+
 def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In one weight, of one step, in one of the ways."""
     before_step = _Placed.before_step

@@ -26,7 +26,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.cli import RUNS
+from sp_lightning.cli import COMMANDS, RUNS
 from sp_lightning.cli import main as program
 
 if sys.version_info >= (3, 11):
@@ -160,16 +160,39 @@ def test_the_document(tmp_path, monkeypatch):
     assert main(["fit", "--config", "run.yaml", "--trainer.enable_progress_bar=false"]) == 0
 
 
-def test_the_version(capsys):
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("command", ["", "fit", "plan", "check"])
+def test_the_version(command, capsys):
+    assert main([*command.split(), "--version"]) == 0
     assert capsys.readouterr().out == f"{sp_lightning.__version__}\n"
+
+
+def test_help_lists_all_commands(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--help"])
+    assert ended.value.code == 0
+    assert "usage: sp-lightning check" in capsys.readouterr().out
+
+
+def test_a_shell_may_ask_what_follows(monkeypatch):
+    """Argcomplete runs the program without arguments, and its text parser answers."""
+    asked: list[bool] = []
+    monkeypatch.setattr("sp_lightning.cli._run", lambda: asked.append(True))
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    assert main([]) == 0
+    assert asked
 
 
 def test_without_jsonargparse(monkeypatch, capsys):
     installed = importlib.util.find_spec
     monkeypatch.setattr("sp_lightning.cli.find_spec", lambda name: None if name == "jsonargparse" else installed(name))
-    assert main(["fit"]) == 1
-    assert "needs jsonargparse: pip install 'sp-lightning[cli]'" in capsys.readouterr().err
+    for command in ("fit", "plan"):
+        assert main([command]) == 1
+        assert f"`{command}` needs jsonargparse: pip install 'sp-lightning[cli]'" in capsys.readouterr().err
+    monkeypatch.setattr("sp_lightning.cli.check", lambda device: device.type == "cpu")
+    assert [main(command.split()) for command in ("--help", "--version", "check cpu")] == [0, 0, 0]
 
 
 def test_the_program_runs(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
@@ -163,6 +164,39 @@ def test_bytes_of_a_parameter(
     assert of_gradients / parameters < gradients + 0.05
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"amsgrad": True, "fused": True}),
+        ("RMSprop", {"centered": True, "momentum": 0.9}),
+        ("SGD", {"momentum": 0.9}),
+        ("Muon", {}),
+    ],
+)
+def test_state_is_known_before_it_is_made(kind: str, options: dict[str, Any]) -> None:
+    """With whatever options, without a hook of real steps that would see it, and without a change to the optimizer."""
+    weight = nn.Parameter(torch.ones(100, 100))
+    optimizer = getattr(torch.optim, kind)([{"params": [weight]}], **options)
+    seen: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda stepped, *_: seen.append(stepped))
+    said = host_memory._state_bytes(optimizer)
+    handle.remove()
+    assert not seen
+    assert not optimizer.state
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = [value for state in optimizer.state.values() for value in state.values()]
+    assert said == sum(value.nbytes for value in state if isinstance(value, Tensor)) > 0
+
+
+def test_state_that_is_not_known_is_not_counted() -> None:
+    """Of steps that need a closure, and of a user's own class, whose code may do anything."""
+    weight = nn.Parameter(torch.ones(4))
+    own = type("AdamW", (torch.optim.AdamW,), {"__module__": "users"})
+    assert [host_memory._state_bytes(make([weight])) for make in (torch.optim.LBFGS, own)] == [0, 0]
+
+
 @pytest.mark.parametrize(("free", "clip"), [(700_000, 1.0), (10_000, None)])
 def test_a_run_that_will_not_fit_is_refused(free: int, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is trained, with the numbers, and what takes less."""
@@ -170,6 +204,6 @@ def test_a_run_that_will_not_fit_is_refused(free: int, clip: float | None, monke
     trainer = L.Trainer(strategy="superpipeline", **options)
     monkeypatch.setattr(host_memory, "available_host_memory", lambda: free)
     gradients = "260.0" if clip else "52.0"  # they wait for the norm, or pass through
-    says = f"AdamW would keep 520.0 KiB of state in host memory, beside {gradients} KiB of gradients.*freeze weights"
+    says = f"AdamW would keep 520.1 KiB of state in host memory, beside {gradients} KiB of gradients.*freeze weights"
     with pytest.raises(MisconfigurationException, match=says):
         trainer.fit(Blocks(), DataLoader(torch.randn(2, WIDTH), batch_size=2))

@@ -125,8 +125,8 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 32,
     "files": 112,
     "imports that lead back": 5,
-    "tokens": 119_700,
-    "tokens of the engine": 78_200,
+    "tokens": 121_200,
+    "tokens of the engine": 78_800,
 }
 
 

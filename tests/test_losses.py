@@ -288,6 +288,29 @@ def test_loss_in_slices(kind, streamed, autocast):
         pipeline.detach()
 
 
+def test_loss_in_slices_of_any_call():
+    """Labels by position, a second request, and an exception in the head, after which no graph stays."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(CAUSAL["qwen3"])
+    model = copy.deepcopy(plain)
+    for _ in range(2):
+        loss_in_slices(model)
+    assert len(model._forward_pre_hooks) == 1
+    tokens = torch.randint(1, 67, (2, 9))
+    by_position = (tokens, None, None, None, None, tokens)
+    torch.testing.assert_close(model(*by_position).loss, plain(*by_position).loss, rtol=2e-5, atol=1e-6)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    failing = model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens, labels=tokens)
+    failing.remove()
+    assert model.loss_function._hidden is None
+    assert copy.deepcopy(model)(tokens, labels=tokens).loss.isfinite()
+
+
 def test_losses_that_cannot_be_sliced():
     with pytest.raises(ValueError, match="`BertModel` has no loss of transformers' over the logits of a linear layer"):
         loss_in_slices(BertModel(BertConfig(**{**SMALL, "num_attention_heads": 2})))

@@ -116,3 +116,13 @@ def test_one_option_is_named(options, plan, remedy):
     (said,) = str(raised.value).splitlines()[1:]
     assert remedy in said
     assert said.count("Set `") + said.count("Use smaller") == 1
+
+
+def test_the_advice_can_be_followed():
+    """`k` counts single layers, as the argument does, where `k_prime` joins several of them."""
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fit(trainer(SuperpipelineStrategy(k=4, k_prime=2, activations="recompute")), Exhausted("training"))
+    message = str(raised.value)
+    assert "for weights (`k=4`: 2 of 2 units of 2 layers)" in message
+    assert message.endswith("Set `k=1, k_prime=1`.")
+    SuperpipelineStrategy(k=1, k_prime=1)

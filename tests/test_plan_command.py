@@ -189,6 +189,22 @@ def test_nothing_fits(arguments, says):
     assert says in lines[0]
 
 
+def test_a_plan_for_scripts():
+    """One JSON object with what the table has, of plans that fit and of those that do not."""
+    arguments = "sp-lightning plan --model Llama-3.1-8B --device-memory 24GiB --host-memory 64GiB --json"
+    report = json.loads(run(arguments))
+    shown = planned("Llama-3.1-8B --host_memory 64GiB")
+    assert report["title"] == shown.title
+    assert [row["fits"] for row in report["rows"]] == [row.step is not None for row in shown.rows]
+    assert {row["fits"] for row in report["rows"]} == {True, False}
+    best = report["rows"][report["best"]]
+    step = shown.best.step
+    assert (best["seconds"], best["host_bytes"], best["k"]) == (step.seconds, step.host_bytes, step.choice.k)
+    assert best["given"]["moments"] == shown.best.given.moments
+    assert best["tokens_per_second"] == 2048 / step.seconds
+    assert "host memory is too little" in report["rows"][0]["missing"]
+
+
 def test_host_memory_is_a_limit():
     """Where activations would wait on a host that has no room for them, they are recomputed."""
     sizes = "--moments int8 --precision bf16-true --gpu 'RTX 4090' --host_memory"

@@ -125,11 +125,30 @@ def test_pytorch_lightning_trains(python):
     assert module == "sp_lightning.pytorch_lightning"
 
 
-def test_classes_of_the_other_namespace_are_refused():
-    with pytest.raises(ValueError, match="invalid strategy name"):
-        lightning.pytorch.Trainer(strategy=twin.SuperpipelineStrategy())
-    with pytest.raises(ValueError, match="invalid strategy name"):
-        pytorch_lightning.Trainer(strategy=sp_lightning.SuperpipelineStrategy())
+@pytest.mark.parametrize(
+    ("taker", "module", "owner"),
+    [
+        (lightning.pytorch.Trainer, twin, "Trainer of pytorch_lightning"),
+        (pytorch_lightning.Trainer, sp_lightning, "Trainer of lightning.pytorch"),
+        (lightning.pytorch.Trainer, sp_lightning.fabric, "Fabric of lightning.fabric"),
+        (lightning.fabric.Fabric, sp_lightning, "Trainer of lightning.pytorch"),
+    ],
+)
+def test_a_strategy_for_somebody_else_says_whose_it_is(taker, module, owner):
+    says = f"invalid strategy name: .*for the {owner} alone; strategy='superpipeline' works everywhere"
+    with pytest.raises(ValueError, match=says):
+        taker(strategy=module.SuperpipelineStrategy(), accelerator="cpu")
+
+
+def test_all_names_are_listed():
+    assert set(sp_lightning.__all__) <= set(dir(sp_lightning))
+
+
+def test_finders_of_the_old_protocol_are_passed_over(monkeypatch):
+    """They have no `find_spec`, and Python's own import passes over them, too."""
+    ours = next(finder for finder in sys.meta_path if isinstance(finder, sp_lightning._RegisteringFinder))
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_module=None), *sys.meta_path])
+    assert ours.find_spec("lightning", None) is not None
 
 
 @pytest.mark.parametrize(
@@ -150,16 +169,6 @@ def test_the_twins_are_the_same(twins):
     assert text(twins[0]) == text(twins[1])
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_presets(activations):
-    """A name for each policy, for those who choose by name alone."""
-    name = f"superpipeline_{activations}"
-    for namespace, ours in ((lightning.pytorch, sp_lightning), (pytorch_lightning, twin)):
-        trainer = namespace.Trainer(strategy=name, accelerator="cpu", logger=False, enable_checkpointing=False)
-        assert type(trainer.strategy) is ours.SuperpipelineStrategy
-        assert trainer.strategy.options.activations == activations
-
-
 @pytest.mark.parametrize(
     "taker", [sp_lightning.superpipeline, sp_lightning.SuperpipelineStrategy, sp_lightning.fabric.SuperpipelineStrategy]
 )
@@ -171,6 +180,21 @@ def test_arguments_are_in_the_signature(taker):
         assert parameters[field.name].annotation == field.type
     with pytest.raises(TypeError, match="no argument 'kk'. Its options are k, k_prime, memory_budget"):
         taker(*[torch.nn.Linear(2, 2)] * inspect.isfunction(taker), kk=2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("auto_wrap_policy", "`units` names the layers"),
+        ("activation_checkpointing", "use `activations='recompute'`"),
+        ("cpu_offload", "weights are always in CPU memory"),
+        ("offload_optimizer", "see `optimizer_on`"),
+        ("stage", "there are no stages"),
+    ],
+)
+def test_arguments_of_others_are_answered_with_ours(argument, says):
+    with pytest.raises(TypeError, match=f"SuperpipelineStrategy has no argument '{argument}': .*{says}"):
+        sp_lightning.SuperpipelineStrategy(**{argument: 2})
 
 
 def test_a_folder_with_the_name_of_a_namespace_is_found_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -45,7 +44,7 @@ class OnePass:
         self._update: Update | None = None
         if isinstance(optimizer, AdamW):
             self._update = optimizer.update
-        elif self._is_torchs and _is_plain(optimizer, settings) and find_spec("numba"):
+        elif self._is_torchs and _is_plain(optimizer, settings):
             # torch's Adam and AdamW decay weights as this says, whichever of them it is
             self._update = AdamW.update if settings["decoupled_weight_decay"] else Adam.update
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -52,12 +51,8 @@ class AdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            check_group(group)
-            if find_spec("numba") is None and any(p.device.type == "cpu" for p in group["params"]):
-                name = type(self).__name__
-                raise ImportError(f'{name} needs numba on the CPU: pip install "sp-lightning[fast]"')
+            check_group(self.param_groups[-1])
         except Exception:
             del self.param_groups[-1]
             raise

@@ -6,10 +6,12 @@ gives it away. On a machine with 16 cores that took a third of the time of a ste
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +32,7 @@ from sp_lightning.optim.on_device import step_on_device
 from sp_lightning.optim.rules import NO_SCALING, Kind, Memory, Pass, Rule, Scaling, Update
 
 _RANGE = 256 * BLOCK  # elements that are worth another thread
+_LOG = logging.getLogger(__name__)
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -98,10 +101,31 @@ def _without_fp16(step: Pass) -> Pass:
     return step._replace(memory=step.memory._replace(gradient=gradient, copy=copy))
 
 
+@cache
+def compiled_kernels() -> Any:
+    """Return the module of kernels, or None if numba is missing or cannot be imported; the log says so once.
+
+    Torch's operations have the same bits as the kernels, so nothing but time depends on numba.
+    """
+    try:
+        return import_module("sp_lightning.optim.kernels")  # numba takes its time
+    except Exception as error:  # numba refuses versions of numpy and of Python by exceptions of several classes
+        _LOG.warning(
+            "sp_lightning: numba cannot be imported (%s), so torch's own kernels update weights on the CPU. "
+            "The numbers are the same, but such an update takes 3 times as long under mixed precision, and 10 to 35 "
+            "times with sp_lightning.optim over bf16 weights. For full speed: pip install 'sp-lightning[fast]'",
+            error,
+        )
+        return None
+
+
 def _run_kernels(passes: Sequence[Pass]) -> None:
     """Update weights on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
-    from sp_lightning.optim.kernels import kernel_of, step_ranges  # numba takes its time
-
+    kernels = compiled_kernels()
+    if kernels is None:
+        for step in passes:
+            step_on_device(step)
+        return
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
     rules: dict[tuple[int, float], Rule] = {}
     for step in passes:
@@ -125,7 +149,7 @@ def _run_kernels(passes: Sequence[Pass]) -> None:
         arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
         # others would be woken, and waited for
         with _on_threads(min(len(ranges), torch.get_num_threads())):
-            step_ranges(kernel_of(kind), rule, scaling, *arrays, seed)
+            kernels.step_ranges(kernels.kernel_of(kind), rule, scaling, *arrays, seed)
 
 
 @contextmanager

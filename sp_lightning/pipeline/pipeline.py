@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, open_steps, remove_gate
 from sp_lightning.pipeline.calls.guard import in_graphs
@@ -186,6 +187,12 @@ class Pipeline:
         self._give_back()
         if failed is not None:
             raise failed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
 
     def _give_back(self) -> None:
         """Make the module a plain one on the CPU, however far it was attached."""

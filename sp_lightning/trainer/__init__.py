@@ -33,6 +33,7 @@ class FabricNamespace:
     wrapping_checkpoint_io: type[Any] | tuple[()] = ()
 
     def __init__(self, name: str, below: str | None = None) -> None:
+        self.name = name
         utilities = f"{below or name}.utilities"
         self.misconfiguration = resolve_name(f"{utilities}.exceptions:MisconfigurationException")
         self.rank_zero_only = resolve_name(f"{utilities}.rank_zero:rank_zero_only")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -14,10 +15,10 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.optimizers import AdamW
 from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
-from sp_lightning.planning.estimate import STATE
 from sp_lightning.trainer import FabricNamespace, Namespace
 
-_MAY_HAVE_MOMENTUM = ("SGD", "RMSprop")  # and then a buffer more
+# options of torch's optimizers that work on some devices only
+_ON_META = {"fused": False, "foreach": False, "capturable": False}
 # the part of all gradients that lies on the host at once, if each is stepped as it comes
 _PASSING = 0.2
 
@@ -163,19 +164,36 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of state that an optimizer has yet to make; 0 if it is not one of torch's, or of ours."""
-    name = type(optimizer).__name__
-    if name not in STATE or optimizer.state:
+    """Return the bytes of state that an optimizer has yet to make; 0 if that is not known.
+
+    One of torch's optimizers says it by a step on the meta device, whatever its options are.
+    """
+    if optimizer.state:
         return 0
     if isinstance(optimizer, AdamW):
         return sum(optimizer.state_bytes(group) for group in optimizer.param_groups)
-    nbytes = 0
-    for group in optimizer.param_groups:
-        elements = STATE[name]
-        if name in _MAY_HAVE_MOMENTUM and group["momentum"] != 0:
-            elements += 1
-        nbytes += elements * _nbytes(_trained(group))
-    return nbytes
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return 0  # the code of a user's own class may do anything in a step
+    groups = [{**group, **_ON_META, "params": _on_meta(group)} for group in optimizer.param_groups]
+    for group in groups:
+        group.pop("param_names", None)
+    make_optimizer: Any = type(optimizer)
+    try:
+        twin = make_optimizer(groups)
+        with torch.no_grad():
+            inspect.unwrap(type(twin).step)(twin)  # without global hooks, which are for real steps
+    except Exception:
+        return 0  # it needs a closure, or looks at numbers
+    values = [value for state in twin.state.values() for value in state.values()]
+    return _nbytes([value for value in values if isinstance(value, Tensor)])
+
+
+def _on_meta(group: dict[str, Any]) -> list[Tensor]:
+    """Return weights like those of a group that are trained, with gradients, on the meta device."""
+    weights = [torch.empty_like(weight, device="meta") for weight in _trained(group)]
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    return weights
 
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:

@@ -39,8 +39,9 @@ _SMALLER_BUDGET = 0.85
 class Narrator:
     """Reports what a run is going to do and has done, if the Trainer prints a model summary or has our callback."""
 
-    def __init__(self, lightning: Namespace) -> None:
+    def __init__(self, lightning: Namespace, k_prime: int) -> None:
         self._lightning = lightning
+        self._k_prime = k_prime
         self.is_asked = False  # by our callback
         self._said: set[Hashable] = set()
         self._tells_outcome = False
@@ -65,7 +66,7 @@ class Narrator:
         """Report the plan that was made by measuring the first steps."""
         # without times, which differ each time
         if self._is_new(plan.window):
-            self._lightning.info(f"Superpipeline: {planned(plan)}")
+            self._lightning.info(f"Superpipeline: {planned(plan, self._k_prime)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
         """Report what was streamed, if the plan was shown."""
@@ -79,9 +80,12 @@ class Narrator:
         return is_new
 
 
-def planned(plan: WindowPlan) -> str:
-    """Describe the plan that was chosen after measuring the first steps, and what it is expected to take."""
-    chosen = [f"k={plan.k}"]
+def planned(plan: WindowPlan, k_prime: int = 1) -> str:
+    """Describe the plan that was chosen after measuring the first steps, and what it is expected to take.
+
+    A plan counts units of `k_prime` neighbors each, and the user's `k` counts neighbors.
+    """
+    chosen = [f"k={plan.k * k_prime}"]
     if plan.on_device:
         there = readable_bytes(plan.on_device_bytes)
         chosen.append(f"units living on the device with their state: {len(plan.on_device)} ({there})")
@@ -174,7 +178,10 @@ def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
 
 def _taken(pipeline: Pipeline, trains: bool) -> str:
     summary, memory = pipeline.summary(), pipeline.backend.memory()
+    k_prime = pipeline.options.k_prime
     window = f"`k={summary.k}` of {summary.units} units"
+    if k_prime > 1:
+        window = f"`k={summary.k * k_prime}`: {summary.k} of {summary.units} units of {k_prime} layers"
     parts = [f"{readable_bytes(summary.device_bytes)} for weights ({window})"]
     if summary.living:
         parts.append(f"{len(summary.living)} units that live there with their optimizer state among them")
@@ -194,14 +201,15 @@ def _taken(pipeline: Pipeline, trains: bool) -> str:
 def _remedy(pipeline: Pipeline, trains: bool) -> str:
     """Return the one option that is most likely to help."""
     options, summary, budget = pipeline.options, pipeline.summary(), pipeline.budget
+    fewest = "Set `k=1`." if options.k_prime == 1 else "Set `k=1, k_prime=1`."
     if trains and options.activations in ("keep", "offload"):
         return "Set `activations='recompute'`."
     if options.k != "auto" and summary.k > 1:
-        return "Set `k=1`."
+        return fewest
     if summary.plan is not None and budget is not None:
         smaller = f"Set `memory_budget={int(_SMALLER_BUDGET * budget)}`, so that less is planned"
         return f"{smaller}, and fewer units live there." if summary.living else f"{smaller}."
     mostly_activations = trains and summary.device_bytes < pipeline.stats.activation_peak_bytes
     if summary.k > 1 and not mostly_activations:
-        return "Set `k=1`."
+        return fewest
     return "Use smaller batches, or `loss_in_slices` where it is the logits of a large vocabulary that do not fit."

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sp_lightning import optim
-from sp_lightning.optim import optimizers, passes
+from sp_lightning.optim import passes
 from sp_lightning.optim.layout import moment_in
 
 from ..helpers import torchs_defaults
@@ -300,12 +300,6 @@ def test_compiling_a_kernel_is_said_once(tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     both = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert both.stderr.count("has compiled a kernel") == 1
-
-
-def test_without_numba(monkeypatch):
-    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="AdamW needs numba on the CPU: pip install"):
-        optim.AdamW([weight(torch.float)])
 
 
 def test_a_weight_without_elements():

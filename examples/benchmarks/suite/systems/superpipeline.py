@@ -56,7 +56,7 @@ class Superpipeline(System):
 
 
 class SuperpipelineRecompute(Superpipeline):
-    """`Trainer(strategy="superpipeline_recompute")`."""
+    """`SuperpipelineStrategy(activations="recompute")`."""
 
     name = "superpipeline-recompute"
     title = "superpipeline_recompute"
