@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,7 @@ def accesses_of(action: Any) -> Accesses:
     function, args = getattr(action, "func", action), getattr(action, "args", ())
     owner = getattr(function, "__self__", None)
     function = getattr(function, "__func__", function)
-    if function.__module__.startswith("tests"):
+    if isinstance(function, Mock) or function.__module__.startswith("tests"):
         return [], []
     assert function in _ACCESSES, f"tell tests/order_accesses.py what {function} reads and writes"
     return _ACCESSES[function](owner, *args)

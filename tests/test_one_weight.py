@@ -174,6 +174,11 @@ def read_alias(model: Chain, x: Tensor) -> Tensor:
     return loss * (1 + alias.norm().item())
 
 
+def penalized(model: Chain, x: Tensor) -> Tensor:
+    """Weights are used once more when their modules are left."""
+    return losses(model, x) + 0.01 * sum((weight.square().sum() for weight in model.parameters()), torch.zeros(()))
+
+
 def train(run: Run, loss_of: Callable[[Any, Tensor], Tensor] = losses, autocast: bool = False) -> None:
     optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
     for number in range(4):
@@ -215,6 +220,14 @@ def test_in_its_module_under_autocast(block: type[Block]) -> None:
 @pytest.mark.parametrize("block", [AveragesData, ClampsWithoutGraph])
 def test_outside_of_its_module(block: type[Block], autocast: bool, loss_of: Callable[..., Tensor]) -> None:
     assert_same_story(partial(train, loss_of=loss_of, autocast=autocast), partial(chain_of, block))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_after_its_module_under_autocast(activations: str) -> None:
+    """Second forwards compute with what the first ones had."""
+    assert_same_story(
+        partial(train, loss_of=penalized, autocast=True), partial(chain_of, Block), activations=activations
+    )
 
 
 @pytest.mark.parametrize(("block", "loss_of"), [(Aside, losses_aside), (GradWithinNoGrad, losses_within_no_grad)])

@@ -212,15 +212,13 @@ def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> No
     """Raise if autograd has brought a gradient to a master itself, on the host.
 
     Between steps, masters are ordinary Parameters, so a graph may be built on them: a penalty on weights that is
-    computed before the step that adds it to its loss. Within a step, an `autograd.Function` that masters are given to
-    does so, as torch does not ask `__torch_function__` there.
+    computed before the step that adds it to its loss.
     """
     if gradients[0] is not None and weight.master.requires_grad:
         raise RuntimeError(
-            f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step, "
-            "or by an `autograd.Function` outside of its module. Compute with weights in `with "
-            "pipeline.step():` (Fabric's is `fabric.strategy.step()`), as `training_step` does, and give "
-            "such a function `weight[:]`."
+            f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step. "
+            "Compute with weights in `with pipeline.step():` (Fabric's is `fabric.strategy.step()`), as "
+            "`training_step` does."
         )
 
 

