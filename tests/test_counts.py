@@ -280,6 +280,7 @@ def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast
             with pipe.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 pipe.module(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
 
         step()
         monkeypatch.setattr(Guard, "run", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))

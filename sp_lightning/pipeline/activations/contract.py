@@ -43,14 +43,16 @@ _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
 @contextmanager
 def requiring_gradients(flags: Iterable[tuple[Tensor, bool]]) -> Iterator[None]:
     """Have tensors require a gradient, or not, for the duration of the block."""
-    changed = [(tensor, flag) for tensor, flag in flags if tensor.requires_grad != flag]
-    for tensor, flag in changed:
-        tensor.requires_grad_(flag)
+    with without_torch_function():
+        changed = [(tensor, flag) for tensor, flag in flags if tensor.requires_grad != flag]
+        for tensor, flag in changed:
+            tensor.requires_grad_(flag)
     try:
         yield
     finally:
-        for tensor, flag in changed:
-            tensor.requires_grad_(not flag)
+        with without_torch_function():
+            for tensor, flag in changed:
+                tensor.requires_grad_(not flag)
 
 
 class Inputs:

@@ -88,7 +88,8 @@ class UnitCall:
         self._look = Look(modules, pytree.tree_leaves((args, kwargs))) if looks else None
         self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
         self._state = self._state_of_module(self._twins)
-        self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
+        with without_torch_function():
+            self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
         self._outputs: list[Tensor] | None = None  # numbers of them, if the second forward's are compared
         # what the first forward has saved and the second has not yet
         self._gaps: Iterator[ref[Kept]] = iter(())
