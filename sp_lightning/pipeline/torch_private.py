@@ -95,6 +95,13 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
+def remember_device_constructors() -> None:
+    """Have `with torch.device(...)` know torch's own factories, by identity, before others stand for them."""
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # which is cached
+
+
 def register_builtin(function: Callable[..., Any], original: Callable[..., Any]) -> None:
     """Have `torch.jit.script` take a function for one of torch's, which it knows by identity."""
     known = torch.jit._builtins._find_builtin(original)  # type: ignore[no-untyped-call]

@@ -33,7 +33,6 @@ from sp_lightning.pipeline.calls.masters import (
     guarded,
     guards,
     means_the_master,
-    prepare_torch,
     run_on_leaves,
 )
 from sp_lightning.pipeline.gradients.segment_gradients import drop
@@ -63,7 +62,6 @@ class Guard:
 
     def __init__(self, engine: Engine) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
-        prepare_torch()
         self.in_step = False
         self.window = engine.window
         self.places = engine.arrangement.twins  # all twins, by the identity of their memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -95,14 +94,9 @@ def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -
     return None
 
 
-@functools.cache
-def prepare_torch() -> None:
-    """Have torch ask masters and leaves wherever it would not, and tell of names that modules give.
-
-    Once in a process, when a module is first attached.
-    """
-    see_all_uses((HostParameter, DepartedLeaf, LoweredParameter), (EagerLeaf, LoweredParameter, TwinParameter))
-    register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-type]
+# once in a process, as soon as the engine is imported: code may bind torch's functions to names of its own
+see_all_uses((HostParameter, DepartedLeaf, LoweredParameter), (EagerLeaf, LoweredParameter, TwinParameter))
+register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-type]
 
 
 def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

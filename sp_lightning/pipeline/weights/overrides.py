@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from sp_lightning.pipeline.torch_private import apply_of, register_builtin
+from sp_lightning.pipeline.torch_private import apply_of, register_builtin, remember_device_constructors
 
 _FACTORIES = (
     "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_compressed_tensor", "sparse_csr_tensor",
@@ -48,6 +48,7 @@ running_calls = RunningCalls()
 
 def see_all_uses(kinds: Kinds, leaves: Kinds) -> None:
     """Have these classes see what torch would not tell them of, and calls of units see custom Functions."""
+    remember_device_constructors()
     for name in _FACTORIES:
         _ask_classes(torch, name, kinds)
     for name in _METHODS:

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls.masters import prepare_torch
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.overrides import _make_parameters_of
-
-prepare_torch()
 
 
 class Loud(nn.Parameter):
@@ -68,3 +65,9 @@ def test_classes_of_others_are_not_asked() -> None:
     loud = torch.ones(2).as_subclass(Loud)
     for made in (torch.tensor(loud), torch.as_tensor(loud, dtype=torch.float64), torch.ones(1).new_tensor(loud)):
         assert type(made) is Tensor
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray])
+def test_a_default_device_holds_for_them(make: Any) -> None:
+    with torch.device("meta"):
+        assert getattr(torch, make.__name__)([1.0]).device.type == "meta"
