@@ -187,6 +187,13 @@ def collect_until(freed: Callable[[], bool], seconds: float = 2) -> None:
 
 
 @pytest.fixture(autouse=True)
+def weights_are_seen() -> Iterator[None]:
+    """Fail a test that leaves `__torch_function__` switched off in this thread: no guard would see a weight."""
+    yield
+    assert torch._C._is_torch_function_enabled()
+
+
+@pytest.fixture(autouse=True)
 def no_new_threads() -> Iterator[None]:
     """Fail a test that leaves threads running."""
     before = set(threading.enumerate())

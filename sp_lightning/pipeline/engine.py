@@ -183,6 +183,8 @@ class Engine:
     def _show_used(self) -> None:
         """Have gradients of what comes to the device be the users', who may zero them there, as `zero_grad` does."""
         coming = () if self.plan is None else self.plan.on_device
+        if not coming:
+            return
         with self.at_work:
             for weight, gradient in self.stream.of.items():
                 if weight.unit.name in coming:
