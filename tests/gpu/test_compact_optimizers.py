@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import optim
-from sp_lightning.optim import optimizers
+from sp_lightning.optim import passes
 from sp_lightning.optim.on_device import BYTES_MEANWHILE
 from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Scaling
@@ -53,7 +53,9 @@ def test_a_checkpoint_moves(moments: str, device: torch.device, monkeypatch: pyt
     """To the device and back. There no numba is needed, and steps are counted on the host."""
     host = made([torch.randn(31, 17).t().bfloat16(), torch.randn(1000).bfloat16()], "cpu", moments)
     step(host)
-    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        passes, "compiled_kernels", lambda: pytest.fail("an update on the device asked for numba's kernels")
+    )
     there = made(host.param_groups[0]["params"], device, moments)
     there.load_state_dict(deepcopy(host.state_dict()))
     assert_same(host, there)
