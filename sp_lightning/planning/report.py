@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
+from sp_lightning.pipeline.room import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.estimate import OF_SYSTEM, Assumptions, estimate, ladder
