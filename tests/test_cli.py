@@ -84,6 +84,7 @@ def test_yaml(tmp_path):
         ("resident", "[head, wte]", ["head", "wte"]),
         ("activations", "offload", "offload"),
         ("pin_memory", "true", True),
+        ("compile", "{dynamic: false}", {"dynamic": False}),
     ],
 )
 def test_arguments(argument, value, expected):
