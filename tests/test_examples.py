@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
@@ -226,6 +228,22 @@ def test_finetune_vlm_learns_to_read(call):
     before, after = percent(output)
     assert before < 10
     assert after > 20
+
+
+def test_images_are_looked_for_before_any_work(capsys):
+    from finetune_vlm import parse
+
+    Image.new("RGB", (8, 8)).save("a.png")
+    good = {"image": "a.png", "text": "a"}
+    for lines, message in [
+        ([good, {"image": "b.png", "text": "b"}], "1 examples, where one is for validation and others to learn from"),
+        ([good, {"image": "b.png", "text": "b"}], "(1 skipped: my.jsonl, line 2: no image b.png)"),
+        ([good, {"image": "a.png"}], 'my.jsonl, line 2: not {"image": FILE, "text": ANSWER}'),
+    ]:
+        Path("my.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        with pytest.raises(SystemExit):
+            parse(["--examples=my.jsonl"])
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------------------------- the rest
