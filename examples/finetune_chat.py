@@ -28,11 +28,12 @@ import recipe
 from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats, split
 from data_files import Skipped
 from finetune_lm import MODEL_OPTIONS, CausalLM, add_model, add_optimizer, check_optimizer, check_sizes, make_tokenizer
-from long_runs import Loader, for_trainer, for_validation
+from long_runs import Loader, for_validation
 from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save_adapters
 from offline import chats_about_http
 from torch import Tensor
 from torch.utils.data import DataLoader
+from training import Pace, train
 from transformers import PreTrainedTokenizerBase
 
 CHAT_OPTIONS = [*MODEL_OPTIONS, "optimizer", "train", "rank", "alpha"]
@@ -242,7 +243,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_optimizer(parser)
     add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="chats", best=("val_loss", "min"))
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)
@@ -257,20 +258,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)
         model = ChatLM(**{name: getattr(options, name) for name in CHAT_OPTIONS})
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+
+    def save_results(trainer: L.Trainer) -> None:
+        if options.save_adapters is not None and trainer.is_global_zero:
+            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
+        if options.save is not None and trainer.is_global_zero:
+            save(model, data.tokenizer, options.save)
+
+    train(
+        options,
+        model,
+        data,
+        callbacks=[PrintAnswers()],
+        pace=Pace(lambda batch: batch["tokens"].numel()),
+        save=save_results,
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
-        callbacks=[losses, PrintAnswers(), *options.callbacks],
-        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data, ckpt_path=options.resume)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    if options.save is not None and trainer.is_global_zero:
-        save(model, data.tokenizer, options.save)
-    recipe.say(losses)
     return 0
 
 

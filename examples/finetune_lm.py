@@ -16,7 +16,7 @@ host memory and stream them through the device, a few blocks at a time:
     python examples/finetune_lm.py --save-every 500 --resume                # goes on where it was stopped, if it was
 
 Without `--text`, it learns Python's own reference manual, which ships with every CPython, so nothing is downloaded.
-`--save` writes an ordinary Lightning checkpoint, from which `generate.py` and `lora_lm.py` can continue.
+`--save` writes an ordinary Lightning checkpoint, from which `lora_lm.py` can continue.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from typing import Any
 import lightning as L
 import recipe
 import torch
-from long_runs import Loader, for_trainer, for_validation
+from long_runs import Loader, for_validation
 from offline import read_text
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from training import Pace, train
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -244,7 +245,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model_and_text(parser)
     parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     add_optimizer(parser)
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="text")
     check_sizes(parser, options)
     check_optimizer(parser, options)
     return options
@@ -313,20 +314,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        max_steps=options.steps,
-        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
-        callbacks=[losses, *options.callbacks],
-        **for_trainer(options),
-    )
     with recipe.one_line():
         model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
-    recipe.fit(trainer, model, text_data(options), ckpt_path=options.resume)
-    if options.save is not None:
-        trainer.save_checkpoint(options.save)
-    recipe.say(losses)
+
+    def save(trainer: L.Trainer) -> None:
+        if options.save is not None:
+            trainer.save_checkpoint(options.save)
+
+    train(
+        options,
+        model,
+        text_data(options),
+        callbacks=[],
+        pace=Pace(lambda batch: batch[0].numel()),
+        save=save,
+        max_steps=options.steps,
+        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
+    )
     return 0
 
 

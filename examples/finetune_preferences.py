@@ -37,13 +37,14 @@ from finetune_lm import (
     check_sizes,
     make_tokenizer,
 )
-from long_runs import Loader, for_trainer, for_validation
+from long_runs import Loader, for_validation
 from lora_lm import add_adapters, add_rank, check_adapters, save_adapters, without_adapters
 from offline import preferences_about_http
 from pairs import Pair, encode_pair, make_pair, read_pairs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from training import Pace, train
 from transformers import PreTrainedModel
 
 import sp_lightning
@@ -217,7 +218,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--beta", type=recipe.amount, default=0.1, help="reward of log-probability (default: %(default)s)"
     )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="pairs", best=("val_loss", "min"))
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)
@@ -232,19 +233,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_train(options.train, options.model)
         data = PreferenceData(options.pairs, options.model, options.batch_size, options.length)
         model = PreferenceLM(**{name: getattr(options, name) for name in PREFERENCE_OPTIONS})
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+
+    def save_results(trainer: L.Trainer) -> None:
+        if options.save_adapters is not None and trainer.is_global_zero:
+            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
+        if options.save is not None and trainer.is_global_zero:
+            save(model, data.tokenizer, options.save)
+
+    train(
+        options,
+        model,
+        data,
+        callbacks=[PrintMargins()],
+        pace=Pace(lambda batch: batch["tokens"].numel()),
+        save=save_results,
         max_epochs=options.epochs,
-        callbacks=[losses, PrintMargins(), *options.callbacks],
-        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data, ckpt_path=options.resume)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    if options.save is not None and trainer.is_global_zero:
-        save(model, data.tokenizer, options.save)
-    recipe.say(losses)
     return 0
 
 

@@ -32,9 +32,9 @@ from finetune_lm import (
     check_sizes,
     text_data,
 )
-from long_runs import for_trainer
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from training import Pace, train
 from transformers import PreTrainedModel
 
 LORA_OPTIONS = [*MODEL_OPTIONS, "rank", "alpha", "peft", "optimizer"]
@@ -226,7 +226,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     adapters.add_argument(
         "--save", type=recipe.new_file, metavar="FILE", help="write the adapters when training is over"
     )
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="text")
     check_sizes(parser, options)
     check_optimizer(parser, options)
     if options.save_adapters and options.peft:
@@ -238,24 +238,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train the adapters, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        max_steps=options.steps,
-        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
-        callbacks=[losses, *options.callbacks],
-        **for_trainer(options),
-    )
     with recipe.one_line():
         model = LoRALM(**{name: getattr(options, name) for name in LORA_OPTIONS})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")
-    recipe.fit(trainer, model, text_data(options), ckpt_path=options.resume)
-    if options.save is not None:
-        trainer.save_checkpoint(options.save)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    recipe.say(losses)
+
+    def save(trainer: L.Trainer) -> None:
+        if options.save is not None:
+            trainer.save_checkpoint(options.save)
+        if options.save_adapters is not None and trainer.is_global_zero:
+            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
+
+    train(
+        options,
+        model,
+        text_data(options),
+        callbacks=[],
+        pace=Pace(lambda batch: batch[0].numel()),
+        save=save,
+        max_steps=options.steps,
+        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
+    )
     return 0
 
 
