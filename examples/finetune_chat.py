@@ -5,9 +5,11 @@ covers what the assistant says. After each epoch, the model answers questions fr
 
     python examples/finetune_chat.py                    # a tiny random model learns what some of HTTP's errors mean
     python examples/finetune_chat.py --model Qwen/Qwen2.5-7B-Instruct --chats chats.jsonl --length 1024 \
-        --precision bf16-true --optimizer int8          # with 6 bytes a parameter instead of 16
+        --precision bf16-true --optimizer int8 --save mine      # with 6 bytes a parameter instead of 16
     python examples/finetune_chat.py --model Qwen/Qwen2.5-32B-Instruct --chats chats.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
+    python examples/finetune_chat.py --model Qwen/Qwen3-30B-A3B --chats chats.jsonl --length 2048 \
+        --train lora --dtype bfloat16 --save-adapters mine      # a mixture of experts: adapters on its attention
 
 Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub, or
 a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For a night, add `--clip 1 --accumulate 8
@@ -60,6 +62,7 @@ class ChatLM(CausalLM):
         train: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on a base of 4 bits.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
         answer_tokens: Length at which an answer in validation ends, at the latest.
 
     """
@@ -77,10 +80,12 @@ class ChatLM(CausalLM):
         train: Literal["full", "lora", "qlora"] = "full",
         rank: int = 8,
         alpha: float = 16,
+        experts: int = 0,
         answer_tokens: int = 64,
     ) -> None:
         check_train(train, model)
-        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        is_rounded = train == "qlora"
+        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, is_rounded, experts)
         kinds = {"conv", "linear_attention"}.intersection(getattr(self.model.config, "layer_types", None) or [])
         if kinds or not self.model.is_backend_compatible():
             raise ValueError(f"{type(self.model).__name__} does not tell apart the chats in a row")

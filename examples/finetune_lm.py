@@ -44,11 +44,13 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import sp_lightning
 
-MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "lr", "dtype", "weights"]
+MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "experts", "lr", "dtype", "weights"]
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, fused=True),  # the same kernel under every strategy
     "unfused": torch.optim.AdamW,  # Lightning clips nothing for a fused one under mixed precision
@@ -72,6 +74,7 @@ class CausalLM(L.LightningModule):
         weights: A checkpoint of this module, with the same sizes, to start from.
         optimizer: One of `OPTIMIZERS`: AdamW, by how it keeps masters and moments (docs/host_memory.md).
         four_bit: Load the hub model with 4-bit linear layers of bitsandbytes, as a frozen base of adapters.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
 
     """
 
@@ -89,27 +92,14 @@ class CausalLM(L.LightningModule):
         weights: str | None = None,
         optimizer: str = "adamw",
         four_bit: bool = False,
+        experts: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         if model is not None:
             self.model = load(model, getattr(torch, dtype), four_bit).train()
         else:
-            tokenizer = make_tokenizer(None)
-            config = LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=hidden,
-                intermediate_size=4 * hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                # transformers' default is meant for larger models; a small one learns slowly with it
-                initializer_range=hidden**-0.5,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            self.model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+            self.model = new_model(layers, hidden, heads, experts).to(getattr(torch, dtype))
         sp_lightning.loss_in_slices(self.model)  # without all logits in memory at once
         if weights is not None:
             try:
@@ -155,6 +145,28 @@ class CausalLM(L.LightningModule):
         """Leave the frozen base of adapters out of the checkpoint."""
         if not self.strict_loading:
             recipe.leave_out_frozen(self, checkpoint)
+
+
+def new_model(layers: int, hidden: int, heads: int, experts: int) -> PreTrainedModel:
+    """Return a model with random weights: like Llama, or like Qwen's mixtures of experts."""
+    tokenizer = make_tokenizer(None)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        # transformers' default is meant for larger models; a small one learns slowly with it
+        "initializer_range": hidden**-0.5,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if experts:
+        sizes |= {"num_experts": experts, "num_experts_per_tok": min(2, experts), "moe_intermediate_size": hidden}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=hidden // heads))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def load(model: str, dtype: torch.dtype, four_bit: bool) -> PreTrainedModel:
@@ -286,6 +298,9 @@ def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         data.add_argument(
             f"--{name}", type=recipe.positive, default=size, help=f"{what}, without --model (default: %(default)s)"
         )
+    data.add_argument(
+        "--experts", type=recipe.whole, default=0, help="experts in a block, without --model (default: none)"
+    )
     return data
 
 

@@ -5,7 +5,7 @@ reference is the model as it was: without its adapters, or with `--train full` a
 
     python examples/finetune_preferences.py             # a tiny random model learns to answer in a friendly way
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-7B-Instruct --pairs pairs.jsonl --length 1024 \
-        --train full --precision bf16-true --optimizer int8   # 6 bytes a parameter, and 2 of the reference
+        --train full --precision bf16-true --optimizer int8 --save mine   # 6 bytes a parameter, 2 of the reference
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-32B-Instruct --pairs pairs.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
 
@@ -68,6 +68,7 @@ class PreferenceLM(CausalLM):
         train: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on a base of 4 bits.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
         beta: Reward for each unit of log-probability that an answer gains over the reference.
 
     """
@@ -87,10 +88,12 @@ class PreferenceLM(CausalLM):
         train: Literal["full", "lora", "qlora"] = "lora",
         rank: int = 8,
         alpha: float = 16,
+        experts: int = 0,
         beta: float = 0.1,
     ) -> None:
         check_train(train, model)
-        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        is_rounded = train == "qlora"
+        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, is_rounded, experts)
         if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
             raise ValueError(f"{model} scales its logits, which the loss of this recipe does not")
         self.model.eval()  # no dropout, which would tell the model and its reference apart

@@ -69,15 +69,27 @@ class Adapted(nn.Module):
 
 
 def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> None:
-    """Freeze a model, and add an adapter to each of its linear layers, 4-bit ones too, except the head."""
+    """Freeze a model, and add an adapter to each of its linear layers, 4-bit ones too, except the head.
+
+    Experts and their router stay as they are, as in most recipes for mixtures of experts: all tokens pass attention.
+    """
     model.requires_grad_(False)
     layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not is_of_experts(model, name)
     }
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layers to adapt: try peft, which knows other kinds")
     for name, layer in layers.items():
         model.set_submodule(name, Adapted(layer, rank, alpha))
+
+
+def is_of_experts(model: nn.Module, name: str) -> bool:
+    """Tell whether a module is one of several experts, or decides among them."""
+    parents = name.split(".")
+    outer = [model.get_submodule(".".join(parents[:depth])) for depth in range(len(parents))]
+    return any(hasattr(module, "experts") for module in outer)
 
 
 @contextmanager
@@ -169,6 +181,7 @@ class LoRALM(CausalLM):
         alpha: The adapters' output is scaled by `alpha / rank`.
         peft: Use the adapters of the `peft` package instead of those above.
         optimizer: One of `finetune_lm.OPTIMIZERS`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
 
     """
 
@@ -186,8 +199,9 @@ class LoRALM(CausalLM):
         alpha: float = 16,
         peft: bool = False,
         optimizer: str = "adamw",
+        experts: int = 0,
     ) -> None:
-        super().__init__(model, layers, hidden, heads, lr, dtype, generation, weights, optimizer)
+        super().__init__(model, layers, hidden, heads, lr, dtype, generation, weights, optimizer, experts=experts)
         if peft:
             from peft import LoraConfig, inject_adapter_in_model
 
