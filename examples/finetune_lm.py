@@ -257,7 +257,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model_and_text(parser)
     parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     add_optimizer(parser)
-    options = recipe.parse(parser, arguments, data="text")
+    options = recipe.parse(parser, arguments, data="text", best=("val_loss", "min"), always_validates=False)
     check_sizes(parser, options)
     check_optimizer(parser, options)
     return options

@@ -240,7 +240,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     adapters.add_argument(
         "--save", type=recipe.new_file, metavar="FILE", help="write the adapters when training is over"
     )
-    options = recipe.parse(parser, arguments, data="text")
+    options = recipe.parse(parser, arguments, data="text", best=("val_loss", "min"), always_validates=False)
     check_sizes(parser, options)
     check_optimizer(parser, options)
     if options.save_adapters and options.peft:

@@ -207,6 +207,7 @@ def parse(
     *,
     data: str | None = None,
     best: tuple[str, str] | None = None,
+    always_validates: bool = True,
 ) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins.
 
@@ -218,6 +219,7 @@ def parse(
         arguments: The command line.
         data: The option for the user's data, without which only a tiny model is trained.
         best: The metric by which the best checkpoint is kept, and whether it is at its `"min"` or `"max"`.
+        always_validates: Whether that metric is there without `--eval-every`.
 
     """
     options = parser.parse_args(arguments)
@@ -240,7 +242,7 @@ def parse(
             new_folder(options.output)
         except argparse.ArgumentTypeError as error:
             parser.error(f"--output: {error}")
-        prepare_night(options, best)
+        prepare_night(options, best if always_validates or options.eval_every else None)
     return options
 
 

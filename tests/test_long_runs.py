@@ -167,6 +167,8 @@ def test_a_run_says_how_it_goes_and_where_its_results_are(capsys):
     losses = list(map(float, re.findall(r"validation loss (\d+\.\d+)", output)))
     best = torch.load("out/checkpoints/best.ckpt", weights_only=True)
     assert best["global_step"] == 9 * (1 + losses.index(min(losses)))
+    loaded = ChatLM.load_from_checkpoint("out/checkpoints/best.ckpt")
+    assert all(torch.equal(weight, best["state_dict"][name]) for name, weight in loaded.state_dict().items())
 
 
 def test_the_learning_rate_suits_the_size(capsys):
