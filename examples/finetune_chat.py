@@ -23,6 +23,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -227,13 +228,25 @@ class PrintAnswers(L.Callback):
         self.lines.clear()
 
 
-def save(module: ChatLM, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+def save(module: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
     """Write the model, with adapters merged, and the tokenizer for `from_pretrained`."""
     if module.hparams["train"] == "qlora":
         module.model = module.model.dequantize()
     merge_adapters(module.model)
     module.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def save_results(
+    options: argparse.Namespace, module: CausalLM, tokenizer: PreTrainedTokenizerBase, trainer: L.Trainer
+) -> None:
+    """Write the adapters and the model, as far as that was asked for."""
+    if not trainer.is_global_zero:
+        return
+    if options.save_adapters is not None:
+        save_adapters(module.model, options.save_adapters, options.model, options.rank, options.alpha)
+    if options.save is not None:
+        save(module, tokenizer, options.save)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -263,20 +276,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)
         model = ChatLM(**{name: getattr(options, name) for name in CHAT_OPTIONS})
-
-    def save_results(trainer: L.Trainer) -> None:
-        if options.save_adapters is not None and trainer.is_global_zero:
-            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-        if options.save is not None and trainer.is_global_zero:
-            save(model, data.tokenizer, options.save)
-
     train(
         options,
         model,
         data,
         callbacks=[PrintAnswers()],
         pace=Pace(lambda batch: batch["tokens"].numel()),
-        save=save_results,
+        save=partial(save_results, options, model, data.tokenizer),
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
     )
