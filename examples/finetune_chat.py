@@ -36,7 +36,7 @@ from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save
 from offline import chats_about_http
 from torch import Tensor
 from torch.utils.data import DataLoader
-from training import Pace, train
+from training import Pace, begin, train
 from transformers import PreTrainedTokenizerBase
 
 CHAT_OPTIONS = [*MODEL_OPTIONS, "optimizer", "train", "rank", "alpha"]
@@ -271,7 +271,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print answers after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)

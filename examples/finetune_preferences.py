@@ -45,7 +45,7 @@ from pairs import Pair, encode_pair, make_pair, read_pairs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from training import Pace, train
+from training import Pace, begin, train
 from transformers import PreTrainedModel
 
 import sp_lightning
@@ -232,7 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print margins before and after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         check_train(options.train, options.model)
         data = PreferenceData(options.pairs, options.model, options.batch_size, options.length)
