@@ -5,9 +5,11 @@ covers what the assistant says. After each epoch, the model answers questions fr
 
     python examples/finetune_chat.py                    # a tiny random model learns what some of HTTP's errors mean
     python examples/finetune_chat.py --model Qwen/Qwen2.5-7B-Instruct --chats chats.jsonl --length 1024 \
-        --precision bf16-true --optimizer int8          # with 6 bytes a parameter instead of 16
+        --precision bf16-true --optimizer int8 --save mine      # with 6 bytes a parameter instead of 16
     python examples/finetune_chat.py --model Qwen/Qwen2.5-32B-Instruct --chats chats.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
+    python examples/finetune_chat.py --model Qwen/Qwen3-30B-A3B --chats chats.jsonl --length 2048 \
+        --train lora --dtype bfloat16 --save-adapters mine      # a mixture of experts: adapters on its attention
 
 Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub, or
 a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For a night, add `--clip 1 --accumulate 8
@@ -21,17 +23,20 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
 import recipe
 from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats, split
+from data_files import Skipped
 from finetune_lm import MODEL_OPTIONS, CausalLM, add_model, add_optimizer, check_optimizer, check_sizes, make_tokenizer
-from long_runs import Loader, for_trainer, for_validation
+from long_runs import Loader, for_validation
 from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save_adapters
 from offline import chats_about_http
 from torch import Tensor
 from torch.utils.data import DataLoader
+from training import Pace, begin, train
 from transformers import PreTrainedTokenizerBase
 
 CHAT_OPTIONS = [*MODEL_OPTIONS, "optimizer", "train", "rank", "alpha"]
@@ -58,6 +63,7 @@ class ChatLM(CausalLM):
         train: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on a base of 4 bits.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
         answer_tokens: Length at which an answer in validation ends, at the latest.
 
     """
@@ -75,10 +81,12 @@ class ChatLM(CausalLM):
         train: Literal["full", "lora", "qlora"] = "full",
         rank: int = 8,
         alpha: float = 16,
+        experts: int = 0,
         answer_tokens: int = 64,
     ) -> None:
         check_train(train, model)
-        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        is_rounded = train == "qlora"
+        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, is_rounded, experts)
         kinds = {"conv", "linear_attention"}.intersection(getattr(self.model.config, "layer_types", None) or [])
         if kinds or not self.model.is_backend_compatible():
             raise ValueError(f"{type(self.model).__name__} does not tell apart the chats in a row")
@@ -146,20 +154,25 @@ class ChatData(L.LightningDataModule):
         self.batch_size = batch_size
         self.length = length
         self.tokenizer = make_chat_tokenizer(model)
-        found = [("", messages) for messages in chats_about_http()] if chats is None else list(read_chats(chats))
-        learned, held_out = split(found, chats)
-        self.train = self.rows(learned)
-        self.val = self.rows(held_out)
-        self.asked = [messages for _, messages in held_out][:samples]
+        skipped = Skipped()
+        found = [("", messages) for messages in chats_about_http()] if chats is None else read_chats(chats, skipped)
+        written = [(messages, skipped.attempt(self.write, place, messages)) for place, messages in found]
+        usable = [(messages, texts) for messages, texts in written if texts]
+        skipped.report(chats, len(usable))
+        learned, held_out = split(usable, chats, skipped)
+        self.train = self.rows([text for _, texts in learned for text in texts])
+        self.val = self.rows([text for _, texts in held_out for text in texts])
+        self.asked = [messages for messages, _ in held_out][:samples]
 
-    def rows(self, chats: list[tuple[str, list[Message]]]) -> list[list[Text]]:
-        """Return chats as rows of texts, without those of which nothing that is learned is left."""
-        texts = []
-        for place, messages in chats:
-            try:
-                texts += list(encode(self.tokenizer, messages))
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
+    def write(self, place: str, messages: list[Message]) -> list[Text]:
+        """Return a chat as texts, by the tokenizer's template."""
+        try:
+            return list(encode(self.tokenizer, messages))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+    def rows(self, texts: list[Text]) -> list[list[Text]]:
+        """Return texts in rows, without those of which nothing that is learned is left."""
         if long := sum(len(tokens) > self.length for tokens, _ in texts):
             recipe.say(f"{long} of {len(texts)} chats are cut to {self.length} tokens")
         cut = [(tokens[: self.length], labels[: self.length]) for tokens, labels in texts]
@@ -215,13 +228,25 @@ class PrintAnswers(L.Callback):
         self.lines.clear()
 
 
-def save(module: ChatLM, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+def save(module: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
     """Write the model, with adapters merged, and the tokenizer for `from_pretrained`."""
     if module.hparams["train"] == "qlora":
         module.model = module.model.dequantize()
     merge_adapters(module.model)
     module.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def save_results(
+    options: argparse.Namespace, module: CausalLM, tokenizer: PreTrainedTokenizerBase, trainer: L.Trainer
+) -> None:
+    """Write the adapters and the model, as far as that was asked for."""
+    if not trainer.is_global_zero:
+        return
+    if options.save_adapters is not None:
+        save_adapters(module.model, options.save_adapters, options.model, options.rank, options.alpha)
+    if options.save is not None:
+        save(module, tokenizer, options.save)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -236,7 +261,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_optimizer(parser)
     add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="chats", best=("val_loss", "min"))
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)
@@ -246,25 +271,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print answers after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)
         model = ChatLM(**{name: getattr(options, name) for name in CHAT_OPTIONS})
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+    train(
+        options,
+        model,
+        data,
+        callbacks=[PrintAnswers()],
+        pace=Pace(lambda batch: batch["tokens"].numel()),
+        save=partial(save_results, options, model, data.tokenizer),
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
-        callbacks=[losses, PrintAnswers(), *options.callbacks],
-        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data, ckpt_path=options.resume)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    if options.save is not None and trainer.is_global_zero:
-        save(model, data.tokenizer, options.save)
-    recipe.say(losses)
     return 0
 
 

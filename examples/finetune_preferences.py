@@ -5,7 +5,7 @@ reference is the model as it was: without its adapters, or with `--train full` a
 
     python examples/finetune_preferences.py             # a tiny random model learns to answer in a friendly way
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-7B-Instruct --pairs pairs.jsonl --length 1024 \
-        --train full --precision bf16-true --optimizer int8   # 6 bytes a parameter, and 2 of the reference
+        --train full --precision bf16-true --optimizer int8 --save mine   # 6 bytes a parameter, 2 of the reference
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-32B-Instruct --pairs pairs.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
 
@@ -20,13 +20,15 @@ import argparse
 import copy
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
 import recipe
 import torch
 from chats import Text, batch, split
-from finetune_chat import check_train, make_chat_tokenizer, save
+from data_files import Skipped
+from finetune_chat import check_train, make_chat_tokenizer, save_results
 from finetune_lm import (
     MODEL_OPTIONS,
     CausalLM,
@@ -36,13 +38,14 @@ from finetune_lm import (
     check_sizes,
     make_tokenizer,
 )
-from long_runs import Loader, for_trainer, for_validation
-from lora_lm import add_adapters, add_rank, check_adapters, save_adapters, without_adapters
+from long_runs import Loader, for_validation
+from lora_lm import add_adapters, add_rank, check_adapters, without_adapters
 from offline import preferences_about_http
 from pairs import Pair, encode_pair, make_pair, read_pairs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from training import Pace, begin, train
 from transformers import PreTrainedModel
 
 import sp_lightning
@@ -66,6 +69,7 @@ class PreferenceLM(CausalLM):
         train: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on a base of 4 bits.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
         beta: Reward for each unit of log-probability that an answer gains over the reference.
 
     """
@@ -85,10 +89,12 @@ class PreferenceLM(CausalLM):
         train: Literal["full", "lora", "qlora"] = "lora",
         rank: int = 8,
         alpha: float = 16,
+        experts: int = 0,
         beta: float = 0.1,
     ) -> None:
         check_train(train, model)
-        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        is_rounded = train == "qlora"
+        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, is_rounded, experts)
         if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
             raise ValueError(f"{model} scales its logits, which the loss of this recipe does not")
         self.model.eval()  # no dropout, which would tell the model and its reference apart
@@ -163,22 +169,18 @@ class PreferenceData(L.LightningDataModule):
         super().__init__()
         self.batch_size = batch_size
         self.length = length
-        found = read_pairs(pairs) if pairs else [make_pair("", line) for line in preferences_about_http()]
+        skipped = Skipped()
+        found = read_pairs(pairs, skipped) if pairs else [make_pair("", line) for line in preferences_about_http()]
         have_messages = any(isinstance(pair.chosen, list) for pair in found)
         self.tokenizer = make_chat_tokenizer(model) if have_messages else make_tokenizer(model)
-        learned, held_out = split(found, pairs)
-        self.train = self.encode(learned)
-        self.val = self.encode(held_out)
+        learned, held_out = split(self.encode(found, skipped), pairs, skipped)
+        skipped.report(pairs, len(learned) + len(held_out))
+        self.train, self.val = learned, held_out
 
-    def encode(self, pairs: list[Pair]) -> list[tuple[Text, Text]]:
+    def encode(self, pairs: list[Pair], skipped: Skipped) -> list[tuple[Text, Text]]:
         """Return pairs as tokens, without those of which nothing that differs is left."""
-        encoded = [encode_pair(self.tokenizer, pair, self.length) for pair in pairs]
-        left = [pair for pair in encoded if pair is not None]
-        if not left:
-            raise ValueError(f"no answers differ within the first {self.length} tokens of prompt and answer")
-        if len(left) < len(pairs):
-            recipe.say(f"{len(pairs) - len(left)} of {len(pairs)} pairs do not differ within {self.length} tokens")
-        return left
+        encoded = [skipped.attempt(encode_pair, self.tokenizer, pair, self.length) for pair in pairs]
+        return [pair for pair in encoded if pair is not None]
 
     def collate(self, pairs: list[tuple[Text, Text]]) -> dict[str, Tensor]:
         """Make a batch: the chosen answers, and then the rejected ones, each in a row as long as the longest."""
@@ -220,7 +222,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--beta", type=recipe.amount, default=0.1, help="reward of log-probability (default: %(default)s)"
     )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="pairs", best=("val_loss", "min"))
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)
@@ -230,24 +232,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print margins before and after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         check_train(options.train, options.model)
         data = PreferenceData(options.pairs, options.model, options.batch_size, options.length)
         model = PreferenceLM(**{name: getattr(options, name) for name in PREFERENCE_OPTIONS})
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+    train(
+        options,
+        model,
+        data,
+        callbacks=[PrintMargins()],
+        pace=Pace(lambda batch: batch["tokens"].numel()),
+        save=partial(save_results, options, model, data.tokenizer),
         max_epochs=options.epochs,
-        callbacks=[losses, PrintMargins(), *options.callbacks],
-        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data, ckpt_path=options.resume)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    if options.save is not None and trainer.is_global_zero:
-        save(model, data.tokenizer, options.save)
-    recipe.say(losses)
     return 0
 
 
