@@ -22,9 +22,9 @@ from torch import nn
 
 from sp_lightning import Assumptions
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.assumptions import OF_SYSTEM, ladder
+from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
-from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
+from sp_lightning.planning.report import Row, first_that_fits, number_range, plan_row, readable_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("planned.json")
@@ -78,15 +78,6 @@ EIGHT = ("Llama-3.1-8B", "Qwen3-8B")
 def machine(gpu: str, host: str, memory: str) -> dict[str, Any]:
     """Return what to assume of a machine."""
     return {"host_memory": memory, **rates_of_gpu(gpu), **rates_of_host(host)}
-
-
-def first_that_fits(model: nn.Module, given: Assumptions) -> Row:
-    """Plan with the first way to keep moments that fits, or else with the last one."""
-    for way in ladder(given):
-        row = plan_row(model, way)
-        if row.step is not None:
-            break
-    return row
 
 
 def plain(row: Row) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from sp_lightning import Assumptions
 from sp_lightning.planning.known import named_model, rates_of_gpu, rates_of_host
-from sp_lightning.planning.report import plan_row
+from sp_lightning.planning.report import first_that_fits
 
 BATCH = 8192
 
@@ -116,4 +116,4 @@ def predicted(run: Run) -> tuple[float, float]:
     rates["tokens"] = min(BATCH, run.tokens)
     rates |= run.others
     given = Assumptions(host_memory="1TiB", accumulate=run.tokens // rates["tokens"], **rates)
-    return plan_row(_model(run.model), given).tokens_per_second
+    return first_that_fits(_model(run.model), given).tokens_per_second

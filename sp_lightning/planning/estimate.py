@@ -149,9 +149,7 @@ def _matrices(unit: Unit, given: Assumptions, facts: ModelFacts) -> Iterator[tup
     Tables are looked up, diffusion models' modulation is computed once for an image, their tokens pass one of two
     halves of a block, and adapters are next to nothing. Of a mixture's experts there are as many as a token passes.
     """
-    for name, module in [
-        named for member in unit.members for named in member.module.named_modules(prefix=member.name)
-    ]:
+    for name, module in [named for member in unit.members for named in member.module.named_modules(prefix=member.name)]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or _NOT_EACH.search(name):
             continue
         expert = _EXPERT.search(name)
