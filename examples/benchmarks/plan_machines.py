@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import replay
+from replay import first_that_fits
 from torch import nn
 
 from sp_lightning import Assumptions
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
-from sp_lightning.planning.report import Row, first_that_fits, number_range, plan_row, readable_seconds
+from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("planned.json")

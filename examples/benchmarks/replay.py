@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from sp_lightning import Assumptions
+from sp_lightning.planning.assumptions import ladder
 from sp_lightning.planning.known import named_model, rates_of_gpu, rates_of_host
-from sp_lightning.planning.report import first_that_fits
+from sp_lightning.planning.report import Row, plan_row
 
 BATCH = 8192
 
@@ -104,6 +105,15 @@ RUNS = [
 @cache
 def _model(name: str) -> nn.Module:
     return named_model(name)
+
+
+def first_that_fits(module: nn.Module, given: Assumptions) -> Row:
+    """Plan with the first way to keep moments that fits, or else with the most compact one."""
+    rows = (plan_row(module, way) for way in ladder(given))
+    last = next(rows)
+    while last.step is None and (row := next(rows, None)) is not None:
+        last = row
+    return last
 
 
 def predicted(run: Run) -> tuple[float, float]:

@@ -250,15 +250,6 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     return replace(row, step=replace(step, host_bytes=most), at_best=at_best)
 
 
-def first_that_fits(module: nn.Module, given: Assumptions) -> Row:
-    """Plan with the first way to keep moments that fits, or else with the most compact one."""
-    rows = (plan_row(module, way) for way in ladder(given))
-    last = next(rows)
-    while last.step is None and (row := next(rows, None)) is not None:
-        last = row
-    return last
-
-
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
     """Yield a change of what was asked for with which it fits, if there is one, and a machine on which it fits."""
     for change, given in _changes(first, last):
