@@ -176,7 +176,7 @@ def room_for_gradients(units: Sequence[Unit], present: int, some_may_wait: bool)
     if some_may_wait:
         coming = 0
     needed = max(0, coming + copies - present) + moving + masters
-    if needed > free:
+    if needed > max(0, free):
         raise ValueError(
             f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model "
             f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer "
