@@ -24,14 +24,15 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def grid() -> list[object]:
-    """For each model the smallest window and another one; of those that take longer, every other one has one of both.
+    """For each model the smallest window and another one; those that more tests train, or that take long, have one.
 
-    Every other model begins with a sanity check, whatever the window, as plain training is then the same.
+    Under autocast, every other model has the smallest window: here, it is the others that do. Every other model begins
+    with a sanity check, whatever the window, as plain training is then the same.
     """
     chosen = []
     for number, (name, case) in enumerate(CASES.items()):
         windows = [(1, 1), OTHERS[number // 2 % 2]]
-        if case.heavy:
+        if case.heavy or case.autocast or case.lightning:
             windows = [windows[number % 2]]
         chosen += [(name, *window, number % 2 == 0) for window in windows]
     return chosen
