@@ -53,7 +53,9 @@ def test_python_runs(document, code):
 
 
 def test_the_reference_has_all_options_with_their_defaults():
-    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(.*?)` \|", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert [(name, ast.literal_eval(default)) for name, default in rows] == [
         (field.name, field.default) for field in fields(PipelineOptions)
     ]

@@ -38,7 +38,7 @@ def test_each_tenth_is_a_line(monkeypatch, caplog):
         Pipeline(Base(12), "cpu").detach()
     logged = [record.message for record in caplog.records if record.name == progress.__name__]
     for lines in (said, logged):
-        assert sum(line.startswith("Arranging weights") for line in lines) == 10
+        assert sum(line.startswith("Moving weights") for line in lines) == 10
 
 
 def test_work_is_shown_once_it_has_taken_five_seconds(monkeypatch, caplog):
@@ -151,5 +151,5 @@ def test_an_interrupted_run(tmp_path):
             break
     assert at > 30
     loading = {"Loading weights", "Loading optimizer state"}
-    assert interrupts.shown == {*loading, "Arranging weights in host memory", "Saving last.ckpt"}
+    assert interrupts.shown == {*loading, "Moving weights to their CPU memory", "Saving last.ckpt"}
     assert steps == {6, 12}

@@ -32,7 +32,7 @@ PUBLIC = [
     *(getattr(optim, name) for name in optim.__all__),
     *(SuperpipelineMixin, FabricMixin, CallbackMixin, Processes, Summary, Stats, Report, Row),
 ]
-CODE = re.compile(r"```.*?```|``[^`]*``|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
+CODE = re.compile(r"```.*?```|``[^`]*``|`[^`\n]*`|\]\([^)]*\)|^::: [^\n]*\n(?:    [^\n]*\n)*", re.DOTALL | re.MULTILINE)
 WORDS = {re.compile(rf"\b({pattern})\b", re.IGNORECASE): instead for pattern, instead in AVOIDED.items()}
 
 
