@@ -1,6 +1,6 @@
 """`sp-lightning check --speed`: how fast a machine is, in three minutes, as one line to send.
 
-It measures the machine's rates, and steps of one decoder: plainly if it fits on the GPU, and streamed within two budgets.
+It measures rates of the machine and steps of one decoder: plainly if it fits, and streamed within two budgets of memory.
 The line has no path and no name of a person or a machine, so that it can be pasted into a public form.
 """
 
