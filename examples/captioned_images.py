@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import recipe
 import torch
+from data_files import Skipped
 from diffusion_models import family_of
 from long_runs import Loader, for_validation
 from offline import WrittenNumbers, read_captions
@@ -61,7 +62,9 @@ class CaptionedImages(L.LightningDataModule):
             self.prompts = prompts or list("0123456789")
             files: list[Any] = [count]
         else:
-            self.pairs = read_captions(images)
+            skipped = Skipped()
+            self.pairs = read_captions(images, skipped)
+            skipped.report(images, len(self.pairs))
             self.prompts = prompts or list(dict.fromkeys(caption for _, caption in self.pairs))[:4]
             files = [(str(path), path.stat().st_mtime_ns, caption) for path, caption in self.pairs]
         self.made_of = repr([model, self.side, self.prompts, files])
@@ -84,12 +87,17 @@ class CaptionedImages(L.LightningDataModule):
         pipeline = self.family.pipeline()
         parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
         stream = sp_lightning.superpipeline(nn.ModuleList(parts).requires_grad_(False), device)
-        examples = []
+        examples: list[dict[str, Any]] = []
+        skipped = Skipped()
         try:
             for pairs in DataLoader(self.pairs, self.batch_size, collate_fn=list):
-                images = torch.stack([self.tensor(image) for image, _ in pairs]).to(device)
+                read = [(self.tensor(image, skipped), caption) for image, caption in pairs]
+                usable = [(pixels, caption) for pixels, caption in read if pixels is not None]
+                if not usable:
+                    continue
+                images = torch.stack([pixels for pixels, _ in usable]).to(device)
                 with stream.step():
-                    told = self.family.embed(pipeline, [caption for _, caption in pairs], device)
+                    told = self.family.embed(pipeline, [caption for _, caption in usable], device)
                     latents = self.family.encode(pipeline.vae, images)
                 for latent, row in zip(latents.cpu(), rows_of(told), strict=True):
                     examples.append({"latents": latent, "told": row})
@@ -97,15 +105,19 @@ class CaptionedImages(L.LightningDataModule):
                 nothing, *prompts = rows_of(self.family.embed(pipeline, ["", *self.prompts], device))
         finally:
             stream.detach()
+        if not examples:
+            sys.exit(f"error: no image can be read{skipped}")
+        skipped.report("images", len(examples))
         return {"examples": examples, "nothing": nothing, "prompts": prompts}
 
-    def tensor(self, image: Image.Image | Path) -> Tensor:
-        """Return the pixels of an image, from -1 to 1."""
+    def tensor(self, image: Image.Image | Path, skipped: Skipped) -> Tensor | None:
+        """Return the pixels of an image, from -1 to 1; none if it cannot be read."""
         opened = Image.open(image) if isinstance(image, Path) else image
         try:
             pixels = opened.convert("L" if self.family.channels == 1 else "RGB")
         except OSError as error:
-            sys.exit(f"error: {image}: {error}")
+            skipped.reasons.append(f"{image}: {error}")
+            return None
         square = ImageOps.fit(pixels, (self.side, self.side))
         return 2 * to_tensor(square) - 1
 

@@ -1,6 +1,7 @@
 """Chats as rows of tokens, for finetune_chat.py: read, written by a template, and packed. pairs.py reads like it.
 
-A file has one chat a line, or is one list of chats, as many data sets come. Its keys tell in which form a chat is:
+A file has one chat a line, or is one list of chats, as many data sets come. Its keys tell in which form a chat is, and
+a chat of no form is skipped and counted:
 
     {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]}
     {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]}   (ShareGPT)
@@ -9,12 +10,12 @@ A file has one chat a line, or is one list of chats, as many data sets come. Its
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from data_files import Skipped, read_lines
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -28,40 +29,25 @@ Message = dict[str, str]
 Text = tuple[list[int], list[int]]  # tokens, and the same as labels, with IGNORED for what is not learned
 
 
-def read_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, or of a list in JSON, each with its place."""
-    with open(path, "rb") as lines:
-        is_list = lines.read(1) == b"["
-        lines.seek(0)
-        if is_list:
-            found = parsed(path, 1, lines.read())
-            places = ((f"{path}, entry {number}", entry) for number, entry in enumerate(found, 1))
-        else:
-            numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-            places = ((f"{path}, line {number}", parsed(path, number, line)) for number, line in numbered)
-        for place, entry in places:
-            if not isinstance(entry, dict):
-                raise ValueError(f"{place}: not a JSON object")
-            yield place, entry
-
-
-def parsed(path: str, line: int, text: bytes) -> Any:
-    """Return what a text in JSON says that begins in this line of a file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {line + error.lineno - 1}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, line {line}: not JSON: not in UTF-8: {error}") from None
-
-
-def read_chats(path: str) -> Iterator[tuple[str, list[Message]]]:
+def read_chats(path: str, skipped: Skipped) -> Iterator[tuple[str, list[Message]]]:
     """Yield the chats of a file, each with its place."""
-    for place, found in read_lines(path):
-        messages = chat_of(place, found)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"{place}: no message of the assistant to learn from")
-        yield place, messages
+    for place, found in read_lines(path, skipped):
+        messages = skipped.attempt(chat_to_learn, place, found)
+        if messages is not None:
+            yield place, messages
+
+
+def chat_to_learn(place: str, found: dict[str, Any]) -> list[Message]:
+    """Return the messages of a chat in which the assistant says something.
+
+    Raises:
+        ValueError: If it does not, or if this is no chat.
+
+    """
+    messages = chat_of(place, found)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{place}: no message of the assistant to learn from")
+    return messages
 
 
 def chat_of(place: str, found: dict[str, Any]) -> list[Message]:
@@ -111,7 +97,7 @@ def are_messages(found: object) -> bool:
     )
 
 
-def split(found: list[Found], path: str | None) -> tuple[list[Found], list[Found]]:
+def split(found: list[Found], path: str | None, skipped: Skipped) -> tuple[list[Found], list[Found]]:
     """Return what is for training, and the last tenth, which is for validation.
 
     Raises:
@@ -120,7 +106,7 @@ def split(found: list[Found], path: str | None) -> tuple[list[Found], list[Found
     """
     held_out = max(1, len(found) // 10)
     if len(found) <= held_out:
-        raise ValueError(f"{path}: too few lines, as a tenth, or at least one, is for validation")
+        raise ValueError(f"{path}: too few lines, as a tenth, or at least one, is for validation{skipped}")
     return found[:-held_out], found[-held_out:]
 
 

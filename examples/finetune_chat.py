@@ -26,6 +26,7 @@ from typing import Any, Literal
 import lightning as L
 import recipe
 from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats, split
+from data_files import Skipped
 from finetune_lm import MODEL_OPTIONS, CausalLM, add_model, add_optimizer, check_optimizer, check_sizes, make_tokenizer
 from long_runs import Loader, for_trainer, for_validation
 from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save_adapters
@@ -146,20 +147,25 @@ class ChatData(L.LightningDataModule):
         self.batch_size = batch_size
         self.length = length
         self.tokenizer = make_chat_tokenizer(model)
-        found = [("", messages) for messages in chats_about_http()] if chats is None else list(read_chats(chats))
-        learned, held_out = split(found, chats)
-        self.train = self.rows(learned)
-        self.val = self.rows(held_out)
-        self.asked = [messages for _, messages in held_out][:samples]
+        skipped = Skipped()
+        found = [("", messages) for messages in chats_about_http()] if chats is None else read_chats(chats, skipped)
+        written = [(messages, skipped.attempt(self.write, place, messages)) for place, messages in found]
+        usable = [(messages, texts) for messages, texts in written if texts]
+        skipped.report(chats, len(usable))
+        learned, held_out = split(usable, chats, skipped)
+        self.train = self.rows([text for _, texts in learned for text in texts])
+        self.val = self.rows([text for _, texts in held_out for text in texts])
+        self.asked = [messages for messages, _ in held_out][:samples]
 
-    def rows(self, chats: list[tuple[str, list[Message]]]) -> list[list[Text]]:
-        """Return chats as rows of texts, without those of which nothing that is learned is left."""
-        texts = []
-        for place, messages in chats:
-            try:
-                texts += list(encode(self.tokenizer, messages))
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
+    def write(self, place: str, messages: list[Message]) -> list[Text]:
+        """Return a chat as texts, by the tokenizer's template."""
+        try:
+            return list(encode(self.tokenizer, messages))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+    def rows(self, texts: list[Text]) -> list[list[Text]]:
+        """Return texts in rows, without those of which nothing that is learned is left."""
         if long := sum(len(tokens) > self.length for tokens, _ in texts):
             recipe.say(f"{long} of {len(texts)} chats are cut to {self.length} tokens")
         cut = [(tokens[: self.length], labels[: self.length]) for tokens, labels in texts]

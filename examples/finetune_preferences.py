@@ -26,6 +26,7 @@ import lightning as L
 import recipe
 import torch
 from chats import Text, batch, split
+from data_files import Skipped
 from finetune_chat import check_train, make_chat_tokenizer, save
 from finetune_lm import (
     MODEL_OPTIONS,
@@ -163,22 +164,18 @@ class PreferenceData(L.LightningDataModule):
         super().__init__()
         self.batch_size = batch_size
         self.length = length
-        found = read_pairs(pairs) if pairs else [make_pair("", line) for line in preferences_about_http()]
+        skipped = Skipped()
+        found = read_pairs(pairs, skipped) if pairs else [make_pair("", line) for line in preferences_about_http()]
         have_messages = any(isinstance(pair.chosen, list) for pair in found)
         self.tokenizer = make_chat_tokenizer(model) if have_messages else make_tokenizer(model)
-        learned, held_out = split(found, pairs)
-        self.train = self.encode(learned)
-        self.val = self.encode(held_out)
+        learned, held_out = split(self.encode(found, skipped), pairs, skipped)
+        skipped.report(pairs, len(learned) + len(held_out))
+        self.train, self.val = learned, held_out
 
-    def encode(self, pairs: list[Pair]) -> list[tuple[Text, Text]]:
+    def encode(self, pairs: list[Pair], skipped: Skipped) -> list[tuple[Text, Text]]:
         """Return pairs as tokens, without those of which nothing that differs is left."""
-        encoded = [encode_pair(self.tokenizer, pair, self.length) for pair in pairs]
-        left = [pair for pair in encoded if pair is not None]
-        if not left:
-            raise ValueError(f"no answers differ within the first {self.length} tokens of prompt and answer")
-        if len(left) < len(pairs):
-            recipe.say(f"{len(pairs) - len(left)} of {len(pairs)} pairs do not differ within {self.length} tokens")
-        return left
+        encoded = [skipped.attempt(encode_pair, self.tokenizer, pair, self.length) for pair in pairs]
+        return [pair for pair in encoded if pair is not None]
 
     def collate(self, pairs: list[tuple[Text, Text]]) -> dict[str, Tensor]:
         """Make a batch: the chosen answers, and then the rejected ones, each in a row as long as the longest."""

@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 import recipe
 import torch
+from data_files import Skipped
 from offline import WrittenNumbers, read_examples
 from PIL import Image
 from torch import Tensor
@@ -159,7 +160,9 @@ class ImagesAndTexts(L.LightningDataModule):
         self.train: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(count, digits, SIDE)
         self.val: Sequence[tuple[Any, str]] | WrittenNumbers = WrittenNumbers(256, digits, SIDE, first=count)
         if examples is not None:
-            pairs = read_examples(examples)
+            skipped = Skipped()
+            pairs = read_examples(examples, skipped)
+            skipped.report(examples, len(pairs))
             held_out = max(1, len(pairs) // 10)
             self.train, self.val = pairs[:-held_out], pairs[-held_out:]
 

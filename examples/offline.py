@@ -11,9 +11,12 @@ import functools
 import io
 import json
 import random
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
+from data_files import Skipped, read_lines
 from PIL import Image, ImageDraw, ImageFont
 from torch.utils.data import Dataset
 
@@ -37,50 +40,67 @@ def read_file(path: Path) -> str:
         raise ValueError(f"{path}: not a text in UTF-8: {error}") from None
 
 
-def read_examples(path: str) -> list[tuple[Path, str]]:
+def read_examples(path: str, skipped: Skipped) -> list[tuple[Path, str]]:
     """Return images and what to answer, from lines such as `{"image": "a.png", "text": "a"}`; they lie beside it."""
-    pairs = read_pairs(Path(path), "image")
+    pairs = list(read_pairs(Path(path), "image", skipped))
     if len(pairs) < 2:
-        raise ValueError(f"{path}: {len(pairs)} examples, where one is for validation and others to learn from")
+        needed = "where one is for validation and others to learn from"
+        raise ValueError(f"{path}: {len(pairs)} examples, {needed}{skipped}")
     return pairs
 
 
-def read_captions(folder: str) -> list[tuple[Path, str]]:
+def read_captions(folder: str, skipped: Skipped) -> list[tuple[Path, str]]:
     """Return the images of a folder with their captions, from its `metadata.jsonl` or from a `.txt` beside each."""
-    table, kinds = Path(folder, "metadata.jsonl"), Image.registered_extensions()
+    table = Path(folder, "metadata.jsonl")
     if table.is_file():
-        pairs = read_pairs(table, "file_name")
+        found: Iterable[tuple[Path, str]] = read_pairs(table, "file_name", skipped)
     else:
-        images = [path for path in sorted(Path(folder).iterdir()) if path.suffix.lower() in kinds]
-        for image in images:
-            if not image.with_suffix(".txt").is_file():
-                raise ValueError(f"{image} has no caption: there is neither {table} nor {image.with_suffix('.txt')}")
-        pairs = [(path, read_file(path.with_suffix(".txt")).strip()) for path in images]
+        kinds = Image.registered_extensions()
+        images = sorted(path for path in Path(folder).iterdir() if path.suffix.lower() in kinds)
+        captioned = [skipped.attempt(with_caption, image, table) for image in images]
+        found = [pair for pair in captioned if pair is not None]
+    pairs = [pair for pair in found if skipped.attempt(looks_like_an_image, pair[0])]
     if not pairs:
-        raise ValueError(f"{folder}: no images with captions in this folder")
-    for image, _ in pairs:
-        Image.open(image).close()  # or Pillow says which of them is no image
+        raise ValueError(f"{folder}: no images with captions in this folder{skipped}")
     return pairs
 
 
-def read_pairs(path: Path, key: str) -> list[tuple[Path, str]]:
-    """Return images and texts from lines of JSON; the images lie beside the file."""
-    pairs = []
-    for number, line in enumerate(read_file(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            example = json.loads(line)
-            image, text = path.parent / example[key], example["text"]
-        except (ValueError, KeyError, TypeError):
-            what = "ANSWER" if key == "image" else "CAPTION"
-            raise ValueError(f'{path}, line {number}: not {{"{key}": FILE, "text": {what}}}') from None
-        if not isinstance(text, str):
-            raise ValueError(f'{path}, line {number}: "text" is {json.dumps(text)}, not a text')
-        if not image.is_file():
-            raise ValueError(f"{path}, line {number}: no image {image}")
-        pairs.append((image, text))
-    return pairs
+def with_caption(image: Path, table: Path) -> tuple[Path, str]:
+    """Return an image with the text in the `.txt` beside it."""
+    beside = image.with_suffix(".txt")
+    if not beside.is_file():
+        raise ValueError(f"{image} has no caption: there is neither {table} nor {beside}")
+    return image, read_file(beside).strip()
+
+
+def looks_like_an_image(path: Path) -> bool:
+    """Return True; whether it can be read to its end is known when it is needed."""
+    try:
+        Image.open(path).close()
+    except OSError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return True
+
+
+def read_pairs(path: Path, key: str, skipped: Skipped) -> Iterator[tuple[Path, str]]:
+    """Yield images and texts from lines of JSON; the images lie beside the file."""
+    for place, example in read_lines(str(path), skipped):
+        pair = skipped.attempt(pair_of, place, example, key, path.parent)
+        if pair is not None:
+            yield pair
+
+
+def pair_of(place: str, example: dict[str, Any], key: str, folder: Path) -> tuple[Path, str]:
+    """Return the image and the text of a line."""
+    if not isinstance(example.get(key), str) or "text" not in example:
+        what = "ANSWER" if key == "image" else "CAPTION"
+        raise ValueError(f'{place}: not {{"{key}": FILE, "text": {what}}}')
+    image, text = folder / example[key], example["text"]
+    if not isinstance(text, str):
+        raise ValueError(f'{place}: "text" is {json.dumps(text)}, not a text')
+    if not image.is_file():
+        raise ValueError(f"{place}: no image {image}")
+    return image, text
 
 
 def zen_of_python() -> str:

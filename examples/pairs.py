@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chats import IGNORED, MESSAGES, Message, Text, are_messages, read_lines, shared
+from chats import IGNORED, MESSAGES, Message, Text, are_messages, shared
+from data_files import Skipped, read_lines
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -28,9 +29,10 @@ class Pair:
     rejected: str | list[Message]
 
 
-def read_pairs(path: str) -> list[Pair]:
+def read_pairs(path: str, skipped: Skipped) -> list[Pair]:
     """Return the pairs of a file of JSON lines."""
-    return [make_pair(place, line) for place, line in read_lines(path)]
+    pairs = [skipped.attempt(make_pair, place, line) for place, line in read_lines(path, skipped)]
+    return [pair for pair in pairs if pair is not None]
 
 
 def make_pair(place: str, line: dict[str, Any]) -> Pair:
@@ -58,15 +60,20 @@ def make_pair(place: str, line: dict[str, Any]) -> Pair:
     return Pair(place, chosen, rejected)  # beside whole chats, some data sets have the prompt as a text, too
 
 
-def encode_pair(tokenizer: PreTrainedTokenizerBase, pair: Pair, length: int) -> tuple[Text, Text] | None:
-    """Return tokens and labels of both answers, or nothing if these do not differ within this number of tokens.
+def encode_pair(tokenizer: PreTrainedTokenizerBase, pair: Pair, length: int) -> tuple[Text, Text]:
+    """Return tokens and labels of both answers.
 
     What both begin with, the prompt above all, is as probable in one as in the other, and cancels out in the loss.
+
+    Raises:
+        ValueError: If the answers do not differ within this number of tokens.
+
     """
     chosen, rejected = (write(tokenizer, pair.place, text)[:length] for text in (pair.chosen, pair.rejected))
     start = max(1, shared(chosen, rejected))  # the first token has none before it
     if start >= min(len(chosen), len(rejected)):
-        return None
+        within = f"within the first {length} tokens of prompt and answer"
+        raise ValueError(f"{pair.place}: the answers do not differ {within}")
     before = [IGNORED] * start
     return (chosen, before + chosen[start:]), (rejected, before + rejected[start:])
 

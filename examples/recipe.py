@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from data_files import Skipped
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -112,7 +113,7 @@ def texts(text: str) -> str:
 def examples(text: str) -> str:
     """Parse the name of a file of images and answers, all of whose images exist."""
     try:
-        read_examples(file(text))
+        read_examples(file(text), Skipped())
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

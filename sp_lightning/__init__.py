@@ -23,7 +23,7 @@ from torch import nn
 from sp_lightning.arguments import options_among, refuse_unknown
 from sp_lightning.losses import chunked_cross_entropy, loss_in_slices
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, UnitPolicy
+from sp_lightning.pipeline.options import ActivationPolicy, CompileOptions, OptimizerPlace, UnitPolicy
 from sp_lightning.planning import Assumptions, AutoPlanner, plan
 from sp_lightning.timeline import write_timeline
 
@@ -66,7 +66,7 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
     optimizer_on: OptimizerPlace = "auto",
     pin_memory: bool = True,
     host_threads: int | Literal["auto"] = "auto",
-    compile: bool = False,
+    compile: CompileOptions = False,
     debug: bool = False,
     **unknown: Any,
 ) -> Pipeline:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch.distributed.constants import default_pg_timeout
 
-from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, PipelineOptions, UnitPolicy
+from sp_lightning.pipeline.options import ActivationPolicy, CompileOptions, OptimizerPlace, PipelineOptions, UnitPolicy
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -69,7 +69,7 @@ class StrategyWithOptions:
         optimizer_on: OptimizerPlace = "auto",
         pin_memory: bool = True,
         host_threads: int | Literal["auto"] = "auto",
-        compile: bool = False,
+        compile: CompileOptions = False,
         debug: bool = False,
         checkpoint_io: CheckpointIO | None = None,
         process_group_backend: str | None = None,

@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from torch import nn
 
 import sp_lightning
 from sp_lightning.check import check
+from sp_lightning.lightning_cli import PROGRAM, RUNS, arguments_of_cli, command_line, in_the_namespace_of_the_model
 from sp_lightning.pipeline.lanes.devices import full_device
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.known import find, known, named_model, rates_of, recipe
@@ -37,9 +37,6 @@ from sp_lightning.planning.report import Report, Row
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-PROGRAM = "sp-lightning"
-RUNS = ("fit", "validate", "test", "predict")
-"""The commands of LightningCLI."""
 COMMANDS = (*RUNS, "plan", "check")
 _HELP = f"""usage: {PROGRAM} [--help] [--version] COMMAND ...
 
@@ -48,14 +45,9 @@ Train and use models larger than GPU memory, with PyTorch Lightning.
 commands:
   fit, validate, test, predict   a LightningCLI for any LightningModule, streamed by default
   plan                           estimate memory and speed, also for a machine that you do not have
-  check                          compare streamed training with plain training on your device
+  check                          compare streamed training with plain training, on your device or of your own model
 
 `{PROGRAM} COMMAND --help` lists the arguments of a command."""
-
-_STRATEGIES = {
-    "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
-    "pytorch_lightning": "sp_lightning.pytorch_lightning.SuperpipelineStrategy",
-}
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -77,8 +69,8 @@ def main() -> int:
     if not (command.startswith("-") or command in COMMANDS):
         asked = f", not {command!r}" if command else ""
         return _fail(f"expected one of {', '.join(COMMANDS)}{asked}; see `{PROGRAM} --help` and `plan --help`", 2)
-    if command != "check" and find_spec("jsonargparse") is None:
-        return _fail(f"`{command}` needs jsonargparse: pip install 'sp-lightning[cli]'", 1)
+    if command != "check" and _lacks_jsonargparse(command):
+        return 1
     try:
         if command == "check":
             return _check(arguments)
@@ -89,53 +81,51 @@ def main() -> int:
     except argparse.ArgumentError as error:
         return _fail(str(error), 2)
     except (OSError, ValueError) as error:
-        # what our own commands were given, or files that they cannot use; else what the strategy's constructor refused
+        # what our own command was given, or files that it cannot use; else what the strategy's constructor refused
         refused = re.findall(r"  - (`\w+=.*)", str(error))
-        if command in RUNS and not refused:
+        if command != "plan" and not refused:
             raise
         return _fail(next(iter(refused), str(error)), 2)
     return 0
 
 
 def _check(arguments: Sequence[str]) -> int:
-    """Compare streamed training with plain training on the device that the user names."""
+    """Compare streamed training with plain training: of a small model, or of the program that arguments describe."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} check",
-        description="Train a small model plainly, then streamed in every way, and compare the numbers. It takes "
-        "seconds, and ends with a line to paste into an issue.",
+        usage="%(prog)s [DEVICE] [--steps N] [--config run.yaml | --model CLASS [--data CLASS] ...]",
+        description="Train plainly, then streamed in every way, and compare the numbers: without further arguments a "
+        "small model on your device, in seconds; else a program of yours, named by the arguments of `sp-lightning "
+        "fit`, on the CPU. DEVICE is another one, such as cuda:1. The last line is to paste into an issue.",
+        allow_abbrev=False,
+        exit_on_error=False,
     )
-    parser.add_argument("device", nargs="?", help="such as cpu or cuda:1; by default the accelerator, if there is one")
-    return 0 if check(full_device(parser.parse_args(arguments).device)) else 1
+    parser.add_argument("--steps", type=int, default=6, help="of a program of yours (default: %(default)s)")
+    device = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    options, of_program = parser.parse_known_args(arguments[device is not None :])
+    try:
+        chosen = full_device(device or ("cpu" if of_program else None))
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+    if not of_program:
+        return 0 if check(chosen) else 1
+    if _lacks_jsonargparse("check --config"):
+        return 1
+    from sp_lightning.check_program.program import check_program
+
+    return 0 if check_program(of_program, chosen, options.steps) else 1
+
+
+def _lacks_jsonargparse(command: str) -> bool:
+    if find_spec("jsonargparse") is not None:
+        return False
+    _fail(f"`{command}` needs jsonargparse: pip install 'sp-lightning[cli]'", 1)
+    return True
 
 
 def _run() -> None:
-    """Run LightningCLI in the namespace that the user's LightningModule belongs to."""
-    first, *others = [name for name in _STRATEGIES if find_spec(name.partition(".")[0]) is not None]
-    try:
-        _run_in(first)
-    except argparse.ArgumentError as error:
-        # The search for the model imported its module, which in turn imported the namespace that it belongs to.
-        used = [name for name in others if name in sys.modules]
-        if not used or "does not correspond to a subclass" not in str(error):
-            raise
-        _run_in(used[0])
-
-
-def _run_in(name: str) -> None:
-    """Run the LightningCLI of one namespace, with our strategy as the default."""
-    command_line: Any = import_module(f"{name}.cli").LightningCLI
-    raises = {"exit_on_error": False}
-    command_line(
-        trainer_defaults={"strategy": {"class_path": _STRATEGIES[name]}},
-        parser_kwargs={
-            "prog": PROGRAM,
-            "description": "Train and use models larger than GPU memory, with PyTorch Lightning.",
-            **raises,
-            **{command: dict(raises) for command in RUNS},
-        },
-        # without a logger it is written to the same place in each run
-        save_config_kwargs={"overwrite": True},
-    )
+    """Run LightningCLI in the namespace of the user's LightningModule, with our strategy as the default."""
+    in_the_namespace_of_the_model(lambda namespace: command_line(namespace)(**arguments_of_cli(namespace)))
 
 
 def _fail(message: str, status: int) -> int:

@@ -1,6 +1,6 @@
 """`sp-lightning check --speed`: how fast a machine is, in three minutes, as one line to send.
 
-It measures rates of the machine and steps of one decoder: plainly if it fits, and streamed within two budgets of memory.
+It measures rates of the machine and steps of one decoder: plainly if it fits, and streamed within two memory budgets.
 The line has no path and no name of a person or a machine, so that it can be pasted into a public form.
 """
 

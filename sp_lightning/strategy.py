@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sp_lightning.arguments import StrategyWithOptions
-from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline import Pipeline, Planner
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import Namespace, is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
@@ -134,10 +134,14 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
                 module,
                 self.root_device,
                 options=self.options,
-                planner=AutoPlanner(self.narrator.measured),
+                planner=self.make_planner(),
                 processes=self.meetings.processes,
                 progress=self.progress,
             )
+
+    def make_planner(self) -> Planner:
+        """Return what chooses where units are, and what becomes of activations."""
+        return AutoPlanner(self.narrator.measured)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -30,8 +30,8 @@ FILES = {
         "test_fabric_processes.py", "test_one_copy.py", "test_processes.py",
     ),
     "recipes": (
-        "test_examples.py", "test_finetune_chat.py", "test_finetune_diffusion.py", "test_finetune_perceptual.py",
-        "test_finetune_preferences.py", "test_long_runs.py", "test_pretrain.py", "test_pseudo_to_real.py",
+        "test_examples.py", "test_finetune_chat.py", "test_finetune_diffusion.py", "test_finetune_preferences.py",
+        "test_long_runs.py", "test_pretrain.py",
     ),
     "second_device": ("test_second_device.py",),
     "slow": ("test_distribution.py", "test_loading.py"),

@@ -84,6 +84,7 @@ def test_yaml(tmp_path):
         ("resident", "[head, wte]", ["head", "wte"]),
         ("activations", "offload", "offload"),
         ("pin_memory", "true", True),
+        ("compile", "{dynamic: false}", {"dynamic": False}),
     ],
 )
 def test_arguments(argument, value, expected):
@@ -188,8 +189,8 @@ def test_a_shell_may_ask_what_follows(monkeypatch):
 def test_without_jsonargparse(monkeypatch, capsys):
     installed = importlib.util.find_spec
     monkeypatch.setattr("sp_lightning.cli.find_spec", lambda name: None if name == "jsonargparse" else installed(name))
-    for command in ("fit", "plan"):
-        assert main([command]) == 1
+    for command in ("fit", "plan", "check --config"):
+        assert main(command.split()) == 1
         assert f"`{command}` needs jsonargparse: pip install 'sp-lightning[cli]'" in capsys.readouterr().err
     monkeypatch.setattr("sp_lightning.cli.check", lambda device: device.type == "cpu")
     assert [main(command.split()) for command in ("--help", "--version", "check cpu")] == [0, 0, 0]

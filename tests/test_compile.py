@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import PipelineOptions, SuperpipelineStrategy
 
 from .helpers import Run, assert_same_trace, attached, lightning_run
 from .zoo import CASES
@@ -284,6 +284,19 @@ def test_lightning(graphs: CompileCounterWithBackend) -> None:
     actual = lightning_run(case, SuperpipelineStrategy(k=2, units="Block", compile=True))
     assert_same_trace(expected, actual)
     assert graphs.frame_count == 2 * plain > 0
+
+
+def test_arguments_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach `torch.compile` for each unit; those that would record CUDA graphs are refused."""
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda call, **arguments: seen.append(arguments) or call)
+    arguments = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+    with attached(chain(3), compile=arguments, debug=False) as pipe:
+        pipe.module(Run.rows(0)).sum().backward()
+    assert seen == [arguments] * 3
+    for refused in ({"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}, {"backend": "cudagraphs"}):
+        with pytest.raises(ValueError, match="records CUDA graphs"):
+            PipelineOptions(compile=refused)
 
 
 # ------------------------------------------------------------------------------------------------------ few graphs

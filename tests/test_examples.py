@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
+
+from sp_lightning import SuperpipelineStrategy, cli
+
+from .lightning_modules import trainer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = sorted(path for folder in (EXAMPLES, EXAMPLES / "benchmarks") for path in folder.glob("*.py"))
@@ -118,8 +125,6 @@ def test_finetune_lm_refuses(capsys, arguments, message):
     [
         ("pretrain", ["--hours=0"], "--hours: a budget of 0.0 hours leaves no time to train: it must be above 0"),
         ("pretrain", ["--text=."], "--text: .: no .txt file in this folder"),
-        ("pseudo_to_real", ["--delink=70"], "--delink 70 comes after the last of --steps 60"),
-        ("several_models", ["--devices=2"], "this plain loop is for one device"),
     ],
 )
 def test_recipes_refuse(capsys, script, arguments, message):
@@ -184,30 +189,23 @@ def test_lora_learns_and_leaves_the_base_alone(tmp_path, call, kind):
     assert model.predict_step(batch, 0).shape == (2, 2)
 
 
-def test_generate_continues_a_learned_text(call, monkeypatch):
-    import generate
+def test_prediction_generates_the_tokens_of_the_plain_model():
+    """`generate` of transformers within `trainer.predict`, with prompts that are padded on the left."""
+    from finetune_lm import CausalLM, make_tokenizer
 
-    lines = generate.zen_of_python().splitlines()[2:6]
-    monkeypatch.setattr(generate, "zen_of_python", lambda: "\n".join(lines))
-    monkeypatch.setattr(generate, "LESSON", [*generate.LESSON, "--layers=2", "--hidden=64", "--steps=50"])
-    output = call("generate", "Beautiful is", "Explicit is better", "--new-tokens=16")
-    assert "'Beautiful is' -> ' better than ugl'" in output
-    assert "'Explicit is better' -> ' than implicit.\\n'" in output
-
-
-def test_generate_finds_the_tokens_of_the_plain_model(tmp_path, call):
-    checkpoint = tmp_path / "lm.ckpt"
-    call("finetune_lm", *SMALL, "--steps=3", f"--save={checkpoint}")
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a\nlonger\nthe longest of them\n", encoding="utf-8")
-    arguments = [f"--weights={checkpoint}", f"--prompts={prompts}", "--batch-size=2", "--new-tokens=6"]
-
-    def texts(output: str) -> list[str]:
-        return [line for line in output.splitlines() if "->" in line]
-
-    streamed = texts(call("generate", *arguments, "--k-prime=2"))
-    assert len(streamed) == 3
-    assert streamed == texts(call("generate", *arguments, "--strategy=auto"))
+    tokenizer = make_tokenizer(None)
+    prompts = DataLoader(
+        ["a", "longer", "the longest of them"],
+        batch_size=2,
+        collate_fn=lambda texts: dict(tokenizer(texts, padding=True, return_tensors="pt")),
+    )
+    generated = []
+    for strategy in ("auto", SuperpipelineStrategy(k_prime=2)):
+        torch.manual_seed(0)
+        model = CausalLM(layers=6, hidden=32, heads=2, generation={"max_new_tokens": 6, "do_sample": False})
+        generated.append(trainer(strategy).predict(model, prompts))
+    assert [batch.shape for batch in generated[0]] == [(2, 6), (1, 6)]
+    assert all(map(torch.equal, *generated))
 
 
 # ---------------------------------------------------------------------------------------------- images
@@ -230,6 +228,22 @@ def test_finetune_vlm_learns_to_read(call):
     before, after = percent(output)
     assert before < 10
     assert after > 20
+
+
+def test_images_are_looked_for_before_any_work(capsys):
+    from finetune_vlm import parse
+
+    Image.new("RGB", (8, 8)).save("a.png")
+    good = {"image": "a.png", "text": "a"}
+    for lines, message in [
+        ([good, {"image": "b.png", "text": "b"}], "1 examples, where one is for validation and others to learn from"),
+        ([good, {"image": "b.png", "text": "b"}], "(1 skipped: my.jsonl, line 2: no image b.png)"),
+        ([good, {"image": "a.png"}], 'my.jsonl, line 2: not {"image": FILE, "text": ANSWER}'),
+    ]:
+        Path("my.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        with pytest.raises(SystemExit):
+            parse(["--examples=my.jsonl"])
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------------------------- the rest
@@ -264,23 +278,16 @@ TINY = {
     "finetune_chat": ["--model.layers=2"],
     "finetune_preferences": ["--model.layers=2", "--trainer.limit_val_batches=1"],
     "finetune_vlm": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
-    "finetune_perceptual": ["--data.batch_size=4", "--data.count=8"],
     "finetune_diffusion": ["--data.batch_size=4", "--data.count=8", "--model.denoising=2"],
     "pretrain": ["--model.layers=2", "--model.hidden=32"],
     "finetune_vision": ["--data.batch_size=4", "--data.count=8", "--trainer.limit_val_batches=1"],
-    "pseudo_to_real": ["--model.layers=4", "--model.hidden=32", "--trainer.callbacks.steps=1"],
-    "generate": ["--model.layers=4", "--model.hidden=32", "--model.generation.max_new_tokens=2"],
 }
 
 
-@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_configuration(config, capsys):
-    cli = import_module("cli")
-    if config.stem == "generate":
-        cli.main(["predict", f"--config={config}", "--trainer.accelerator=cpu", *TINY[config.stem]])
-        assert capsys.readouterr().out.count("->") == 2
-        return
+def test_configuration(config, capsys, monkeypatch):
     steps = ["--trainer.max_steps=2", *(["--trainer.val_check_interval=2"] if "vision" in config.stem else [])]
-    cli.main(["fit", f"--config={config}", "--trainer.accelerator=cpu", *steps, *TINY[config.stem]])
+    arguments = ["fit", f"--config={config}", "--trainer.accelerator=cpu", *steps, *TINY[config.stem]]
+    monkeypatch.setattr(sys, "argv", ["sp-lightning", *arguments])
+    assert cli.main() == 0
     assert "train_loss" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from chats import IGNORED, chat_of, encode, prompt, read_chats
+from data_files import Skipped
 from finetune_chat import TEMPLATE, ChatData, ChatLM, main, make_chat_tokenizer, save
 from finetune_lm import make_tokenizer
 from lora_lm import save_adapters
@@ -151,9 +152,23 @@ def test_every_form_of_a_chat_is_read_alike(found):
     """In lines, and in a list."""
     Path("lines.jsonl").write_text(f"{json.dumps(found)}\n" * 2, encoding="utf-8")
     Path("list.json").write_text(json.dumps([found] * 2, indent=1), encoding="utf-8")
-    chats = [messages for name in ("lines.jsonl", "list.json") for _, messages in read_chats(name)]
+    chats = [messages for name in ("lines.jsonl", "list.json") for _, messages in read_chats(name, Skipped())]
     assert chats == [ASKED] * 4
     assert chat_of("", {**ALPACA, "input": "", "system": None}) == turn("dog?", "bark")
+
+
+def test_bad_lines_are_skipped_and_counted(capsys):
+    """What is no JSON, no chat, or has no place in the template; the first reasons are shown."""
+    tool = {"messages": [{"role": "tool", "content": "2"}, *turn("dog?", "bark")]}
+    bad = ['{"messages": [', '{"text": "dog"}', json.dumps({"messages": []}), json.dumps(tool)]
+    lines = [*[GOOD] * 20, *bad]
+    random.shuffle(lines)
+    Path("chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    data = ChatData("chats.jsonl")
+    assert sum(len(row) for rows in (data.train, data.val) for row in rows) == 20
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("chats.jsonl: 20 used (4 skipped: chats.jsonl, line ")
+    assert said.endswith("; ...)")
 
 
 GOOD = json.dumps({"messages": turn("dog?", "bark")})

@@ -103,7 +103,7 @@ def test_all_forms_of_a_pair_are_the_same(lines):
         ({**PAIR, "prompt": [{"content": []}]}, [], 'line 2: "prompt" must be a text, or a list of messages'),
         ({"prompt": [], "chosen": [], "rejected": [BAD]}, [], "line 2: the chat template refuses it: "),
         (json.dumps(WHOLE, ensure_ascii=False).replace("dog", "\udce9"), [], "line 2: not JSON: not in UTF-8"),
-        (PAIR, ["--length=4"], "no answers differ within the first 4 tokens of prompt and answer"),
+        (PAIR, ["--length=4"], "line 1: the answers do not differ within the first 4 tokens of prompt and answer"),
         (PAIR, ["--pairs=nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (PAIR, ["--lr=nan"], "--lr: nan is not a number of at least 0"),
         (PAIR, ["--beta=-1"], "--beta: -1 is not a number of at least 0"),

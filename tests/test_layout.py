@@ -123,9 +123,9 @@ def test_imports_point_one_way_within_the_engine():
 # costs as much as a short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
 AT_MOST = {
     "code lines of more than 100 columns, per mille": 32,
-    "files": 112,
+    "files": 119,
     "imports that lead back": 5,
-    "tokens": 121_200,
+    "tokens": 125_100,
     "tokens of the engine": 78_800,
 }
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import pytest
-import several_models
 import torch
-
-import sp_lightning
+from torch import Tensor, nn
 
 from .helpers import Run, attached, same
 from .zoo.blocks import chain
-
-SIZES = ["--layers=3", "--hidden=16", "--heads=2", "--batch-size=4", "--steps=5"]
-SMALL = [*SIZES, "--lr", "1e-2", "3e-2", "--accelerator=cpu"]
 
 
 @pytest.mark.parametrize("scopes", [1, 2])
@@ -44,12 +39,30 @@ def test_operations_over_weights_of_two(trained, scopes):
     assert all(map(same, *results))
 
 
-def test_the_example(monkeypatch, capsys):
-    plain = several_models.alone(several_models.parse([*SMALL, "--strategy=auto"]))
-    assert all(losses[-1] < 0.95 * losses[0] for losses in plain)
-    assert several_models.main([*SMALL, "--steps=2"]) == 0
-    output = capsys.readouterr().out
-    assert re.search(r"by_turns: 2 models, 2 steps each, in .* s\nalone: .* s\n", output)
-    assert output.endswith("Losses are the same in both orders: True\n")
-    monkeypatch.setattr(sp_lightning, "superpipeline", partial(sp_lightning.superpipeline, debug=True))
-    assert several_models.by_turns(several_models.parse(SMALL)) == plain
+def train(lr: float, steps: int = 3, **options: Any) -> Iterator[Tensor]:
+    """Train a model in a loop that clips, and yield the loss of each step, which is taken when it is asked for."""
+    torch.manual_seed(0)
+    model = chain(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    with ExitStack() as stack:
+        step, clip = nullcontext, nn.utils.clip_grad_norm_
+        if options:
+            pipe = stack.enter_context(attached(model, **options))
+            step, clip = pipe.step, pipe.optimizers.clipping.clip_grad_norm
+        for number in range(steps):
+            with step():
+                loss = model(Run.rows(number)).square().mean()
+                loss.backward()
+            clip(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach()
+
+
+def test_models_that_take_turns():
+    """A sweep in which the host updates one model while another computes has the losses of plain training."""
+    rates = [1e-2, 3e-2, 1e-1]
+    plain = [list(map(float, train(lr))) for lr in rates]
+    by_turns = zip(*[train(lr, k=2, debug=True) for lr in rates], strict=True)
+    assert [list(map(float, losses)) for losses in zip(*by_turns, strict=True)] == plain
+    assert len({losses[-1] for losses in plain}) == 3

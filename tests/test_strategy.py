@@ -290,12 +290,33 @@ def test_learning_rate_finder():
     assert_same_training(Rated, drive)
 
 
+class Delink(L.Callback):
+    """Has all blocks share the weights of the first, and after some steps gives each its own copy of them."""
+
+    def setup(self, trainer: L.Trainer, pl_module: Base, stage: str) -> None:
+        for block in pl_module.blocks[1:]:
+            block.load_state_dict(pl_module.blocks[0].state_dict(keep_vars=True), assign=True)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Base, *_: Any) -> None:
+        if trainer.global_step != 4:
+            return
+        first = pl_module.blocks[0]
+        for block in pl_module.blocks[1:]:
+            weights = {name: value.clone() for name, value in first.state_dict().items()}
+            block.load_state_dict(weights, assign=True)
+        (optimizer,) = trainer.optimizers
+        for parameter in first.parameters():
+            optimizer.state.pop(parameter, None)  # it describes the sum of the gradients of all blocks
+        optimizer.param_groups[0]["params"] = list(pl_module.parameters())
+
+
 CALLBACKS: dict[str, Callable[[], Any]] = {
     "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1, device="cpu"),
     "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 3}),
     "EarlyStopping": lambda: callbacks.EarlyStopping("val_loss", patience=0),
     "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False),
     "ModelPruning as on a GPU": lambda: pruning_as_on_a_gpu(),
+    "weights that are shared at first": Delink,
 }
 if hasattr(callbacks, "WeightAveraging"):  # not in Lightning 2.5
     CALLBACKS["EMAWeightAveraging"] = lambda: callbacks.EMAWeightAveraging(decay=0.5, device="cpu")

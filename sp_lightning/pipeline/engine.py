@@ -121,9 +121,11 @@ class Engine:
         self.place()
         self.activations.measure_anew(self.budget is not None)
         move_all_but_parameters(self.module, self.device)
-        if self.options.compile:
+        compiles = self.options.compile
+        if compiles:
+            arguments = compiles if isinstance(compiles, dict) else {}
             for member in members:
-                member.compiled = compiled_call(member.module)
+                member.compiled = compiled_call(member.module, arguments)
         for member in arrangement.members:
             install_gate(member, self.calls)
 

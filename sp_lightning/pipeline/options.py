@@ -23,12 +23,17 @@ ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
 OptimizerPlace: TypeAlias = Literal["auto", "host"]
 """Where weights are updated, and where their state is: wherever that is fastest, or in CPU memory."""
 
+CompileOptions: TypeAlias = bool | dict[str, Any]
+"""Whether to compile units, or the arguments of `torch.compile` to do so with."""
+
+_OF_TORCH_COMPILE = ("backend", "dynamic", "fullgraph", "mode", "options")
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
 _CHOICES = {
     "activations": get_args(ActivationPolicy),
     "overlap_optimizer": (True, False, "auto"),
     "pin_memory": (True, False),
     "optimizer_on": get_args(OptimizerPlace),
-    "compile": (True, False),
     "debug": (True, False),
 }
 
@@ -60,7 +65,8 @@ class PipelineOptions:
         pin_memory: Whether to pin CPU memory, for fast copies.
         host_threads: Number of CPU threads that update weights. `"auto"` uses `OMP_NUM_THREADS` if you set it, else
             three quarters of the cores; without a GPU, torch's number.
-        compile: Whether to compile each unit's forward, as `block.compile()` does. Equal units share one graph.
+        compile: Whether to compile each unit's forward, as `block.compile()` does. Equal units share one graph. A dict
+            has arguments of `torch.compile`, such as `{"mode": "max-autotune-no-cudagraphs"}`.
         debug: Whether to delay copies at random, and to fill free slots with NaN.
 
     Raises:
@@ -77,7 +83,7 @@ class PipelineOptions:
     optimizer_on: OptimizerPlace = "auto"
     pin_memory: bool = True
     host_threads: int | Literal["auto"] = "auto"
-    compile: bool = False
+    compile: CompileOptions = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -97,6 +103,7 @@ class PipelineOptions:
         is_list = isinstance(self.resident, Sequence) and not isinstance(self.resident, str)
         if not is_list or not all(isinstance(name, str) for name in self.resident):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
+        _check_compile(self.compile)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
@@ -114,6 +121,23 @@ def _check_count(name: str, value: object, may_be_auto: bool = True) -> None:
     if not is_count and not (may_be_auto and value == "auto"):
         choices = "'auto' or an integer" if may_be_auto else "an integer"
         raise ValueError(f"`{name}={value!r}` must be {choices} of at least 1.")
+
+
+def _check_compile(choice: CompileOptions) -> None:
+    if isinstance(choice, bool):
+        return
+    if not isinstance(choice, dict) or not choice or not choice.keys() <= set(_OF_TORCH_COMPILE):
+        arguments = ", ".join(_OF_TORCH_COMPILE)
+        raise ValueError(
+            f"`compile={choice!r}` must be True, False, or a dict of arguments of `torch.compile`: {arguments}."
+        )
+    inductor = choice.get("options") or {}
+    has_cuda_graphs = choice.get("mode") in _WITH_CUDA_GRAPHS or inductor.get("triton.cudagraphs")
+    if has_cuda_graphs or choice.get("backend") == "cudagraphs":
+        raise ValueError(
+            f"`compile={choice!r}` records CUDA graphs, which need weights that stay where they are. Use "
+            "`compile=True`, or the mode 'max-autotune-no-cudagraphs'."
+        )
 
 
 def as_predicate(policy: UnitPolicy) -> Callable[[str, nn.Module], bool]:

@@ -20,7 +20,10 @@ WRONG: list[tuple[str, Any]] = [
     *[("activations", value) for value in ("drop", "Keep", None, True, ["keep"])],
     *[("pin_memory", value) for value in (1, 0, "yes", None, "auto")],
     *[("host_threads", value) for value in (0, -1, 1.5, True, "all", None)],
-    *[("compile", value) for value in (1, 0, "auto", "inductor", {}, None)],
+    *[
+        ("compile", value)
+        for value in (1, 0, "auto", "inductor", {}, None, {"disable": True}, {"mode": "max-autotune"})
+    ],
     *[("debug", value) for value in (1, 0, "auto", None)],
 ]
 

@@ -35,7 +35,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -159,16 +159,16 @@ def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     _set_class(module, _gate_class(cls) if id(module) in _gates else cls)
 
 
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+def compiled_call(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return the module's call, to be compiled when it first runs; None where that is not for us to do, or pointless.
 
-    It is what `module.compile()` would leave on the module. What the user compiled stays as it is. A lone layer of
-    torch (an embedding, a head, an LSTM) is one operation, with nothing to fuse.
+    It is what `module.compile(**arguments)` would leave on the module. What the user compiled stays as it is. A lone
+    layer of torch (an embedding, a head, an LSTM) is one operation, with nothing to fuse.
     """
     is_lone_layer = type(module).__module__.startswith("torch.nn.") and not any(module.children())
     if is_lone_layer or without_compile(module) is not module or isinstance(module, torch.jit.ScriptModule):
         return None
-    return torch.compile(module._call_impl)
+    return torch.compile(module._call_impl, **arguments)
 
 
 def keep_out_of_graphs(backend: Backend) -> None:

@@ -128,7 +128,7 @@ class Arrangement:
         backend: Backend,
     ) -> None:
         # whether torch compiles the module or parts of it
-        self.compiled = options.compile or any(map(is_compiled, module.modules()))
+        self.compiled = bool(options.compile) or any(map(is_compiled, module.modules()))
         self.unused_in_step = True  # whether nothing of it has been used yet in this step
         self._module = module
         self._options = options

@@ -1,0 +1,128 @@
+"""The user's program, as LightningCLI understands its configuration: built once more for each run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from sp_lightning.callback import CallbackMixin
+from sp_lightning.check_program.observer import HOOKS, Observer
+from sp_lightning.check_program.ways import PlacedStrategy, Way
+from sp_lightning.lightning_cli import STRATEGIES, arguments_of_cli, command_line
+from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.strategy import SuperpipelineMixin
+
+_ALIGNED = 2048  # bytes that a weight may take beside its own
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+
+
+class ConfiguredProgram:
+    """A LightningModule, its data and its Trainer, from the arguments of `sp-lightning fit`.
+
+    The Trainer keeps its precision, clipping, accumulation and callbacks, and is cut to a few steps (`fast_dev_run`, so
+    that nothing is logged or saved).
+
+    Args:
+        namespace: That of the LightningModule.
+        arguments: The command line.
+        device: Where to compute.
+        steps: Number of optimizer steps, if there is data for as many.
+
+    Raises:
+        argparse.ArgumentError: If the arguments describe no program.
+    """
+
+    def __init__(self, namespace: str, arguments: Sequence[str], device: torch.device, steps: int) -> None:
+        self._namespace = namespace
+        self._on_device = {
+            "accelerator": "cpu" if device.type == "cpu" else "gpu",
+            "devices": 1 if device.type == "cpu" else [device.index or 0],
+            "num_nodes": 1,
+        }
+        command_line_class = _cli_that_builds(command_line(namespace), self._on_device)
+        with _quiet():
+            self._cli = command_line_class(args=["fit", *arguments], **arguments_of_cli(namespace))
+        asked = self._cli.asked
+        self._batches = steps * (asked.get("accumulate_grad_batches") or 1)
+        seed = self._cli.config["fit"]["seed_everything"]
+        self._seed = seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
+        strategy = asked.get("strategy")
+        ours = isinstance(strategy, SuperpipelineMixin)
+        self.options: PipelineOptions = strategy.options if ours else PipelineOptions()
+        self.name = type(self._cli.model).__name__
+        # so little memory that not all units stay on the GPU with their optimizer state
+        weights = self._cli.model.parameters()
+        self.small_budget = sum(2 * (weight.nbytes + _ALIGNED) for weight in weights)
+
+    def train(self, observer: Observer, way: Way | None, reads_gradients: bool) -> None:
+        """Train the program, plainly if there is no way to stream it."""
+        cli = self._cli
+        strategy = "auto" if way is None else self._strategy(way, reads_gradients)
+        cli.given = {"strategy": strategy, "fast_dev_run": self._batches, **self._on_device}
+        with _quiet():
+            import_module(self._namespace).seed_everything(self._seed, workers=True, verbose=False)
+            cli.instantiate_classes()
+            trainer = cli.trainer
+            callbacks = import_module(f"{self._namespace}.callbacks")
+            shown = (callbacks.ProgressBar, callbacks.ModelSummary, CallbackMixin)
+            kept = [callback for callback in trainer.callbacks if not isinstance(callback, shown)]
+            hooks = {name: getattr(observer, name) for name in HOOKS}
+            trainer.callbacks = [*kept, callbacks.LambdaCallback(**hooks)]
+            try:
+                trainer.fit(cli.model, datamodule=cli.datamodule)
+            finally:
+                # the memory is for the next run
+                cli.model = cli.datamodule = cli.trainer = cli.config_init = None
+
+    def _strategy(self, way: Way, reads_gradients: bool) -> PlacedStrategy:
+        """Return our strategy of the namespace, which streams in one way."""
+        ours = resolve_name(STRATEGIES[self._namespace])
+        names = [option.name for option in fields(PipelineOptions)]
+        options = {name: getattr(way.options, name) for name in names}
+        strategy: PlacedStrategy = type("PlacedStrategy", (PlacedStrategy, ours), {})(**options)
+        strategy.way = way
+        strategy.reads_gradients = reads_gradients
+        return strategy
+
+
+def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
+    """Return a class of LightningCLI that builds what is configured, and runs nothing by itself."""
+
+    class BuildingCLI(base):  # type: ignore[misc]
+        # arguments of the Trainer: those that win, and those of the configuration
+        given = {"strategy": "auto", "fast_dev_run": True, **on_device}
+        asked: dict[str, Any]
+
+        def instantiate_trainer(self, **arguments: Any) -> Any:
+            self.asked = dict(self.config_init["fit"]["trainer"])
+            return super().instantiate_trainer(**arguments, **self.given)
+
+        def fit(self, **_: Any) -> None:
+            """Do nothing: LightningCLI calls this once it has built everything."""
+
+    return BuildingCLI
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what programs and Lightning print, for a program runs two dozen times."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

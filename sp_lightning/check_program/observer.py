@@ -1,0 +1,155 @@
+"""What a run shows while it trains, written down as digests, so that a large model needs no memory for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline.torch_private import parts_of
+
+
+class Look(Enum):
+    """How closely a run is looked at. What is read while it trains can change when the optimizer updates weights."""
+
+    RESULTS = "losses, and the last weights"  # as users run it
+    WEIGHTS = "losses, and weights after each step"
+    GRADIENTS = "losses, gradients, and weights after each step"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the engine did in a run."""
+
+    units: int
+    loads: int
+    updates_in_backward: int
+    updates_on_gpu: int
+    units_on_gpu: int
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Counts:
+        """Return what a pipeline has done."""
+        stats, summary = pipeline.stats, pipeline.summary()
+        return cls(
+            units=summary.units,
+            loads=stats.loads,
+            updates_in_backward=stats.steps_in_backward,
+            updates_on_gpu=stats.visits,
+            units_on_gpu=len(summary.living),
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.loads} copies of {self.units} units"]
+        if self.updates_in_backward:
+            parts.append(f"{self.updates_in_backward} updates in backward")
+        if self.updates_on_gpu:
+            parts.append(f"{self.updates_on_gpu} updates on the GPU")
+        if self.units_on_gpu:
+            parts.append(f"{self.units_on_gpu} units stay on the GPU")
+        return ", ".join(parts)
+
+
+@dataclass
+class Trace:
+    """What a run has shown: a digest for each label, in the order in which it was seen."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Tensor | None] = field(default_factory=dict)  # those that were asked for
+    steps: int = 0
+    counts: Counts | None = None  # what the engine did; None in plain training
+
+
+HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
+
+
+class Observer:
+    """The hooks of a callback that write down what a run shows.
+
+    They belong to this package, so that the strategy does not take them for a user's hooks that read gradients.
+
+    Args:
+        look: How closely to look.
+        keep: The labels whose values are kept beside their digests.
+    """
+
+    def __init__(self, look: Look, keep: Collection[str] = ()) -> None:
+        self.trace = Trace()
+        self._look = look
+        self._keep = keep
+        self._batches = 0
+        self._updates = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        """Note the batch, to tell different data from different numbers."""
+        self._batches += 1
+        self._note_all(f"the batch {self._batches}", batch)
+
+    def on_before_optimizer_step(self, trainer: Any, module: nn.Module, optimizer: Optimizer) -> None:
+        """Note the gradients of the weights that this optimizer is about to update."""
+        self._updates += 1
+        if self._look is not Look.GRADIENTS:
+            return
+        updated = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for name, weight in module.named_parameters():
+            if id(weight) in updated:
+                self._note(f"the gradient of {name} in step {self._updates}", weight.grad)
+
+    def on_train_batch_end(self, trainer: Any, module: nn.Module, outputs: Any, *_: Any) -> None:
+        """Note the loss, and the weights if the optimizer has updated them."""
+        self._note_all(f"the loss of batch {self._batches}", outputs)
+        if self.trace.steps < trainer.global_step:
+            self.trace.steps = trainer.global_step
+            if self._look is not Look.RESULTS:
+                self._note_weights(module)
+
+    def on_train_end(self, trainer: Any, module: nn.Module) -> None:
+        """Note the last weights, and what the engine did."""
+        if self._look is Look.RESULTS:
+            self._note_weights(module)
+        for name, value in trainer.callback_metrics.items():
+            self._note(f"the metric {name}", value)
+        self.trace.digests["the number of steps"] = str(self.trace.steps)
+        pipeline = getattr(trainer.strategy, "pipeline", None)
+        if pipeline is not None:
+            self.trace.counts = Counts.of(pipeline)
+
+    def _note_weights(self, module: nn.Module) -> None:
+        when = f"after step {self.trace.steps}"
+        for name, weight in module.named_parameters():
+            self._note(f"the weight {name} {when}", weight)
+        for name, buffer in module.named_buffers():
+            self._note(f"the buffer {name} {when}", buffer)
+
+    def _note_all(self, label: str, values: Any) -> None:
+        """Note all tensors of a structure."""
+        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+        for number, tensor in enumerate(tensors):
+            self._note(label if number == 0 else f"{label}, tensor {number + 1}", tensor)
+
+    def _note(self, label: str, value: Tensor | None) -> None:
+        self.trace.digests[label] = "none" if value is None else digest(value)
+        if label in self._keep:
+            copied = None if value is None else value.detach().to("cpu", copy=True)
+            self.trace.values[label] = copied
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> str:
+    """Return a text that is the same for tensors with the same numbers; -0 is 0, and NaN is NaN."""
+    noted = hashlib.blake2b(digest_size=16)
+    for part in parts_of(tensor.detach()):
+        on_host = part.detach().to("cpu").contiguous()
+        noted.update(f"{on_host.dtype} {tuple(on_host.shape)}".encode())
+        if on_host.is_floating_point():
+            on_host = (on_host + 0.0).masked_fill_(on_host.isnan(), torch.nan)
+        noted.update(on_host.reshape(-1).view(torch.uint8).numpy().data)
+    return noted.hexdigest()

@@ -1,0 +1,196 @@
+"""Train a program of the user's plainly and in every way, and say which number differs first."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+from functools import partial
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from sp_lightning.check_program.configured import ConfiguredProgram
+from sp_lightning.check_program.observer import Look, Observer, Trace
+from sp_lightning.check_program.ways import Way, all_ways
+from sp_lightning.lightning_cli import in_the_namespace_of_the_model
+from sp_lightning.pipeline import is_out_of_memory
+
+_ROUNDING = 1e-2
+"""On a GPU, losses and weights may be this far apart after an update, as a part of what they are."""
+
+
+def check_program(arguments: Sequence[str], device: torch.device, steps: int) -> bool:
+    """Print a line for each way, and one to paste into an issue; tell whether all have the numbers of plain training.
+
+    Args:
+        arguments: What describes the program, as for `sp-lightning fit`.
+        device: Where to compute.
+        steps: Number of optimizer steps.
+
+    Raises:
+        argparse.ArgumentError: If the arguments describe no program that can be checked.
+    """
+    if steps < 1:
+        raise argparse.ArgumentError(None, f"`--steps {steps}` must be at least 1")
+    make = partial(ConfiguredProgram, arguments=arguments, device=device, steps=steps)
+    program = in_the_namespace_of_the_model(make)
+    is_right, outcome = ProgramCheck(program, device).run()
+    machine = "the CPU"
+    if device.type != "cpu":
+        machine = torch.get_device_module(device).get_device_name(device)
+    ours = f"sp-lightning {version('sp_lightning')}"
+    print(f"\n{ours}, torch {torch.__version__}, {machine}, {program.name}: {outcome}")
+    return is_right
+
+
+class ProgramCheck:
+    """Compares the runs of a program.
+
+    Args:
+        program: Builds it, and trains it.
+        device: Where it computes.
+    """
+
+    def __init__(self, program: ConfiguredProgram, device: torch.device) -> None:
+        self._program = program
+        self._is_exact = device.type == "cpu"
+        self._plain = Trace()
+        self._first_wrong = ""
+
+    def run(self) -> tuple[bool, str]:
+        """Compare all ways with plain training, with a line for each; tell whether all are right, and say so."""
+        self._plain = self._train_plainly()
+        # what a GPU may round otherwise is compared by value
+        rounded = [] if self._is_exact else labels_after_an_update(self._plain)
+        again = self._train(None, Look.GRADIENTS, keep=rounded)
+        changed = first_difference(self._plain, again)
+        if changed is not None:
+            return False, (
+                f"plain training does not repeat itself: {changed} differs between two runs with the "
+                "same seed. Fix what the seed does not reach, such as data in a random order: until "
+                "then nothing can be compared"
+            )
+        self._plain.values = again.values
+        steps = self._plain.steps
+        print(f"{self._program.name}, plain training, twice: the same numbers in {steps} steps")
+        ways = list(all_ways(self._program.options, self._program.small_budget))
+        wrong = [way for way in ways if not self._is_right(way)]
+        if wrong:
+            return False, f"wrong in {len(wrong)} of {len(ways)} ways; {self._first_wrong}"
+        return True, f"the numbers of plain training in all {len(ways)} ways"
+
+    def _train(self, way: Way | None, look: Look, keep: Collection[str] = ()) -> Trace:
+        observer = Observer(look, keep)
+        self._program.train(observer, way, reads_gradients=look is Look.GRADIENTS)
+        return observer.trace
+
+    def _train_plainly(self) -> Trace:
+        """Train without this package, and refuse a program that cannot be compared."""
+        name = self._program.name
+        try:
+            plain = self._train(None, Look.GRADIENTS)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise argparse.ArgumentError(
+                None,
+                f"{name} does not fit the device in plain training, which streamed training is compared "
+                f"with: configure fewer layers, or name no device to check it on the CPU ({error})",
+            ) from error
+        if not plain.steps:
+            needed = "it needs data for at least one"
+            raise argparse.ArgumentError(None, f"{name} took no optimizer step: {needed}")
+        return plain
+
+    def _is_right(self, way: Way) -> bool:
+        """Train in one way, and print a line on its numbers."""
+        begin = f"  {way.placement.value:<35} {way.options.activations:<10}"
+        look = Look.RESULTS if way.hides_gradients else Look.GRADIENTS
+        try:
+            streamed = self._train(way, look, keep=self._plain.values)
+            difference = self._difference(way, streamed)
+        except Exception as error:  # whatever a program meets: other ways may do without
+            difference = f"it raised {type(error).__name__}: {error}"
+            print(f"{begin} FAILED: {difference}")
+            self._first_wrong = self._first_wrong or f"{way}: {difference}"
+            return False
+        counts = streamed.counts
+        done = "" if counts is None else way.why_not_placed(counts) or str(counts)
+        if difference:
+            print(f"{begin} OTHER NUMBERS: {difference}")
+            self._first_wrong = self._first_wrong or f"{way}: {difference}"
+            return False
+        apart = self._rounding(streamed)
+        same = f"same but for the optimizer's rounding, {apart:.0e}" if apart else "same bits"
+        print(f"{begin} {same}; {done}")
+        return True
+
+    def _difference(self, way: Way, streamed: Trace) -> str:
+        """Name what differs from plain training; a text without letters if nothing does."""
+        label = first_difference(self._plain, streamed, leave_out=self._plain.values)
+        if label is None:
+            apart = self._rounding(streamed)
+            too_much = f"{apart:.0e} apart after an update, too much for rounding"
+            return too_much if apart > _ROUNDING else ""
+        # runs that look more closely take time, and one is enough to know what to look for
+        return f"{label} differs" if self._first_wrong else self._describe(way, label)
+
+    def _rounding(self, streamed: Trace) -> float:
+        """Return how far numbers are apart after an update, where they need not be equal."""
+        plain, other = self._plain.values, streamed.values
+        seen = [label for label in plain if label in other]
+        return max((relative_difference(plain[label], other[label]) for label in seen), default=0.0)
+
+    def _describe(self, way: Way, label: str) -> str:
+        """Name the first number that differs when the run is looked at more closely, and say by how much."""
+        look = Look.WEIGHTS if way.hides_gradients else Look.GRADIENTS
+        closer = first_difference(self._plain, self._train(way, look), leave_out=self._plain.values)
+        note = ""
+        if closer is None:
+            look, note = Look.RESULTS, ", unless weights are read after each step"
+        label = closer or label
+        plain = self._train(None, Look.GRADIENTS, keep=[label]).values.get(label)
+        streamed = self._train(way, look, keep=[label]).values.get(label)
+        return f"{label} {describe_difference(plain, streamed)}{note}"
+
+
+def labels_after_an_update(plain: Trace) -> list[str]:
+    """Return the labels of numbers that come after an update, which a GPU rounds otherwise than the CPU."""
+    labels = list(plain.digests)
+    first = next(index for index, label in enumerate(labels) if " after step " in label)
+    return [label for label in labels[first:] if not label.startswith(("the batch", "the number"))]
+
+
+def first_difference(plain: Trace, other: Trace, leave_out: Collection[str] = ()) -> str | None:
+    """Return the label of the first number that is not that of plain training."""
+    for label, found in other.digests.items():
+        if label not in leave_out and plain.digests.get(label) != found:
+            return label
+    return None
+
+
+def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
+    """Return how far two tensors are apart, as a part of the larger of the numbers; infinite if one is missing."""
+    if plain is None and streamed is None:
+        return 0.0
+    if plain is None or streamed is None or plain.shape != streamed.shape:
+        return float("inf")
+    apart = (plain.double() - streamed.double()).abs().max()
+    return float(apart / plain.double().abs().max().clamp(min=1e-30)) if apart else 0.0
+
+
+def describe_difference(plain: Tensor | None, streamed: Tensor | None) -> str:
+    """Say by how much a number differs."""
+    if plain is None or streamed is None:
+        if plain is streamed:
+            return "differs, but not every time"
+        missing = "plain" if plain is None else "streamed"
+        return f"differs: {missing} training has none"
+    if plain.shape != streamed.shape:
+        return f"differs: its shape is {tuple(streamed.shape)}, not {tuple(plain.shape)}"
+    apart = float((plain.double() - streamed.double()).abs().max()) if plain.numel() else 0.0
+    if apart == 0:
+        return "differs, but not every time"
+    largest = float(plain.double().abs().max())
+    return f"differs by up to {apart:.1e}; plain training has up to {largest:.1e}"

@@ -1,0 +1,59 @@
+"""A LightningCLI for any LightningModule, in the namespace that it belongs to, with our strategy as the default.
+
+It needs jsonargparse, which the extra `sp-lightning[cli]` installs, and nothing imports it before it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+PROGRAM = "sp-lightning"
+RUNS = ("fit", "validate", "test", "predict")
+"""The commands of LightningCLI."""
+
+STRATEGIES = {
+    "lightning.pytorch": "sp_lightning.SuperpipelineStrategy",
+    "pytorch_lightning": "sp_lightning.pytorch_lightning.SuperpipelineStrategy",
+}
+"""Each namespace, and our strategy for its Trainer."""
+
+Result = TypeVar("Result")
+
+
+def in_the_namespace_of_the_model(call: Callable[[str], Result]) -> Result:
+    """Call a function with the name of the namespace that the user's LightningModule belongs to."""
+    first, *others = [name for name in STRATEGIES if find_spec(name.partition(".")[0]) is not None]
+    try:
+        return call(first)
+    except argparse.ArgumentError as error:
+        # The search for the model imported its module, which in turn imported the namespace that it belongs to.
+        used = [name for name in others if name in sys.modules]
+        if not used or "does not correspond to a subclass" not in str(error):
+            raise
+    return call(used[0])
+
+
+def command_line(namespace: str) -> Any:
+    """Return the LightningCLI of a namespace."""
+    return import_module(f"{namespace}.cli").LightningCLI
+
+
+def arguments_of_cli(namespace: str) -> dict[str, Any]:
+    """Return what a LightningCLI is made with: our strategy is its default, and it raises what is wrong."""
+    raises = {"exit_on_error": False}
+    return {
+        "trainer_defaults": {"strategy": {"class_path": STRATEGIES[namespace]}},
+        "parser_kwargs": {
+            "prog": PROGRAM,
+            "description": "Train and use models larger than GPU memory, with PyTorch Lightning.",
+            **raises,
+            **{command: dict(raises) for command in RUNS},
+        },
+        # without a logger it is written to the same place in each run
+        "save_config_kwargs": {"overwrite": True},
+    }

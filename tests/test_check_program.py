@@ -1,0 +1,165 @@
+"""`sp-lightning check --model ...`: right programs pass in all ways, and the first number that is wrong is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from sp_lightning import cli
+from sp_lightning.check_program import program
+from sp_lightning.check_program.observer import digest
+from sp_lightning.check_program.ways import Way, all_ways
+
+WIDTH = 4
+HERE = "tests.test_check_program"
+
+
+class Net(L.LightningModule):
+    """Blocks with random numbers, and an alias of a weight, which a run leaves behind (docs/limits.md)."""
+
+    def __init__(self, reads_alias: bool = False, writes_alias: bool = False, steps: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = steps
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(4)])
+        self.reads_alias, self.writes_alias = reads_alias, writes_alias
+        self.alias = [self.blocks[2][0].weight.detach()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.blocks(batch[0]).square().mean()
+        return loss + self.alias[0].sum() if self.reads_alias else loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.writes_alias:
+            self.alias[0].mul_(0.9)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+class Data(L.LightningDataModule):
+    """Random rows, in the order of a seed or of none."""
+
+    def __init__(self, has_seed: bool = True) -> None:
+        super().__init__()
+        self.has_seed = has_seed
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(0)
+        if not self.has_seed:
+            generator.seed()
+        return DataLoader(TensorDataset(torch.randn(48, WIDTH, generator=generator)), 4, shuffle=True)
+
+
+Check = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Run the command; its status, and the lines that it printed."""
+
+    def run(*arguments: str, ways: slice = slice(None)) -> tuple[int, list[str]]:
+        def some(*args: Any) -> list[Way]:
+            return list(all_ways(*args))[ways]
+
+        monkeypatch.setattr(program, "all_ways", some)
+        monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", *arguments])
+        status = cli.main()
+        printed = capsys.readouterr()
+        return status, [*printed.out.splitlines(), *printed.err.splitlines()]
+
+    return run
+
+
+def test_a_right_program(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As configured in YAML, with options of the strategy; in each way what it is for happened, and no file is left."""
+    strategy = {"class_path": "sp_lightning.SuperpipelineStrategy", "init_args": {"k_prime": 2}}
+    trainer = {"strategy": strategy, "accumulate_grad_batches": 2, "max_epochs": 3}
+    configuration = {"trainer": trainer, "model": f"{HERE}.Net", "data": f"{HERE}.Data"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration))
+    monkeypatch.chdir(tmp_path)
+    status, lines = check("--config", "run.yaml", "--steps", "3")
+    assert status == 0
+    assert lines[0] == "Net, plain training, twice: the same numbers in 3 steps"
+    ways = [line for line in lines if line.startswith("  ")]
+    assert len(ways) == 18
+    assert all("same bits" in line and "2 units" in line for line in ways)
+    assert sum("updates in backward" in line for line in ways) == 14
+    assert sum("updates on the GPU" in line for line in ways) == 4
+    assert sum("1 units stay on the GPU" in line for line in ways) == 4
+    assert lines[-1].endswith("the CPU, Net: the numbers of plain training in all 18 ways")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("reads_alias", "the loss of batch 2 differs by up to "),
+        ("writes_alias", "the weight blocks.2.0.weight after step 1 differs by up to "),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 4], ids=["gradients are read", "gradients are hidden"])
+def test_a_wrong_program(wrong: str, named: str, first: int, check: Check) -> None:
+    """What depends on where a weight lies is named, with the step and by how much."""
+    ways = slice(first, first + 2)
+    status, lines = check(f"--model={HERE}.Net", f"--model.{wrong}=true", f"--data={HERE}.Data", ways=ways)
+    assert status == 1
+    assert named in lines[1]
+    assert "wrong in 2 of 2 ways; updated on the CPU" in lines[-1]
+    assert named in lines[-1]
+
+
+def test_a_program_that_does_not_repeat_itself(check: Check) -> None:
+    """It cannot be compared with anything, and what changes first is named."""
+    status, lines = check(f"--model={HERE}.Net", f"--data={HERE}.Data", "--data.has_seed=false")
+    assert status == 1
+    assert "plain training does not repeat itself: the batch 1 differs between two runs" in lines[-1]
+
+
+def test_a_way_that_fails(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in one way is wrong, and the others are checked."""
+    train = program.ConfiguredProgram.train
+
+    def fail(self: Any, observer: Any, way: Way | None, reads_gradients: bool) -> None:
+        if way is not None and way.options.activations == "recompute":
+            raise RuntimeError("no second forward")
+        train(self, observer, way, reads_gradients)
+
+    monkeypatch.setattr(program.ConfiguredProgram, "train", fail)
+    status, lines = check(f"--model={HERE}.Net", f"--data={HERE}.Data", ways=slice(3))
+    assert status == 1
+    assert "FAILED: it raised RuntimeError: no second forward" in lines[2]
+    assert "same bits" in lines[3]
+    assert "wrong in 1 of 3 ways; updated on the CPU, after backward, activations='recompute'" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--config=nowhere.yaml"], "nowhere.yaml"),
+        ([f"--model={HERE}.Net", f"--data={HERE}.Data", "--model.steps=false"], "Net took no optimizer step"),
+        ([f"--model={HERE}.Net", "--steps=0"], "`--steps 0` must be at least 1"),
+        (["foo", f"--model={HERE}.Net"], "`device='foo'`"),
+    ],
+)
+def test_what_cannot_be_checked(arguments: list[str], says: str, check: Check) -> None:
+    status, lines = check(*arguments)
+    assert status == 2
+    assert says in lines[-1]
+
+
+def test_digests() -> None:
+    """Of a zero and a NaN there is one; dtypes, shapes and each bit count."""
+    one = torch.tensor([0.0, torch.nan, 1.0])
+    assert digest(one) == digest(torch.tensor([-0.0, -torch.nan, 1.0]))
+    others = [one.double(), one[None], torch.tensor([0.0, torch.nan, 1.0000001]), one.to_sparse()]
+    assert len({digest(tensor) for tensor in [one, *others]}) == 5
