@@ -5,11 +5,13 @@ from __future__ import annotations
 import getpass
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from sp_lightning import cli
 from sp_lightning import speed as speed_module
 from sp_lightning.speed import Shape, speed
 
@@ -48,3 +50,12 @@ def test_a_decoder_that_is_too_large_has_fewer_layers(monkeypatch):
     assert speed_module._that_fits(TINY, None) == TINY
     monkeypatch.setattr(speed_module, "available_host_memory", lambda: 16 * TINY.parameters)
     assert speed_module._that_fits(TINY, None).layers == 2
+
+
+def test_the_command_measures(monkeypatch):
+    """On the device that is named, and does nothing else."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(speed_module, "speed", asked.append)
+    monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", "cpu", "--speed"])
+    assert cli.main() == 0
+    assert asked == [torch.device("cpu")]
