@@ -1,7 +1,7 @@
 """`sp-lightning check`: does a machine train with the numbers of plain training, wherever units are updated?
 
-A small model is trained plainly, and then streamed in every way. Losses, the gradients of the first step and the weights
-after the last one are compared. On an accelerator, the CPU's AdamW rounds in another way than the GPU's, as torch's
+A small model is trained plainly, and then streamed in every way. Losses, the gradients of the first step and the
+weights after the last one are compared. On an accelerator, the CPU's AdamW rounds in another way than the GPU's, as torch's
 kernels do: weights that it updates may differ by that, and nothing else may.
 """
 
@@ -71,7 +71,7 @@ def check(device: torch.device) -> bool:
         print(f"{precision}, plain training: {plain.words}")
         for way, options in ways.items():
             if way == _ON_GPU and not has_torchs_bits(AdamW.update, torch.float32):
-                print(f"  {way:<18} skipped: this CPU's AdamW rounds in another way, so units are updated elsewhere")
+                print(f"  {way:<19} skipped: this CPU's AdamW rounds in another way, so units are updated elsewhere")
                 continue
             places = way in (_ON_GPU, _STAYS)
             planner = _Placed(way == _ON_GPU) if places else AutoPlanner()
@@ -79,7 +79,7 @@ def check(device: torch.device) -> bool:
             is_right, verdict = _judge(plain, streamed, device, places)
             if not is_right:
                 wrong.append(f"{way} in {precision}")
-            print(f"  {way:<18} {verdict:<23} {streamed.words}")
+            print(f"  {way:<19} {verdict:<23} {streamed.words}")
     outcome = f"wrong: {', '.join(wrong)}" if wrong else "the numbers of plain training in all ways"
     print(f"\nsp-lightning {version('sp_lightning')}, torch {torch.__version__}, {machine}: {outcome}")
     return not wrong

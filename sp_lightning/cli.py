@@ -209,8 +209,8 @@ def _plan_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=f"{PROGRAM} plan",
         exit_on_error=False,
-        description="Estimate whether a model fits a GPU and the CPU memory of its machine, how fast it trains there, and "
-        "which command trains it. Needs neither weights nor a GPU: the estimate is made from shapes and assumptions.",
+        description="Estimate whether a model fits a GPU and the CPU memory of its machine, how fast it trains there, "
+        "and which command trains it. Needs neither weights nor a GPU: the estimate is made from shapes and assumptions.",
     )
     parser.add_argument(
         "--gpu",

@@ -69,9 +69,11 @@ class _Block(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(*heads.chunk(3, dim=1), is_causal=True)
+        query, key, value = heads.chunk(3, dim=1)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        added: Tensor = self.down(F.gelu(self.up(self.norms[1](x))))
+        return x + added
 
 
 class _Decoder(nn.Module):
