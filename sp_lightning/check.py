@@ -1,8 +1,8 @@
 """`sp-lightning check`: does a machine train with the numbers of plain training, wherever units are updated?
 
 A small model is trained plainly, and then streamed in every way. Losses, the gradients of the first step and the
-weights after the last one are compared. On an accelerator, the CPU's AdamW rounds in another way than the GPU's, as torch's
-kernels do: weights that it updates may differ by that, and nothing else may.
+weights after the last one are compared. On an accelerator, the CPU's AdamW rounds in another way than the GPU's, as
+torch's kernels do: weights that it updates may differ by that, and nothing else may.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _plan_parser() -> ArgumentParser:
         prog=f"{PROGRAM} plan",
         exit_on_error=False,
         description="Estimate whether a model fits a GPU and the CPU memory of its machine, how fast it trains there, "
-        "and which command trains it. Needs neither weights nor a GPU: the estimate is made from shapes and assumptions.",
+        "and which command trains it. Needs neither weights nor a GPU: it estimates from shapes and assumptions.",
     )
     parser.add_argument(
         "--gpu",
