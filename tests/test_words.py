@@ -32,7 +32,11 @@ PUBLIC = [
     *(getattr(optim, name) for name in optim.__all__),
     *(SuperpipelineMixin, FabricMixin, CallbackMixin, Processes, Summary, Stats, Report, Row),
 ]
-CODE = re.compile(r"```.*?```|``[^`]*``|`[^`\n]*`|\]\([^)]*\)|^::: [^\n]*\n(?:    [^\n]*\n)*", re.DOTALL | re.MULTILINE)
+CODE = re.compile(
+    r"```.*?```|``[^`]*``|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->"  # blocks, names, addresses, comments
+    r"|^::: [^\n]*\n(?:    [^\n]*\n)*",  # what mkdocstrings is asked for
+    re.DOTALL | re.MULTILINE,
+)
 WORDS = {re.compile(rf"\b({pattern})\b", re.IGNORECASE): instead for pattern, instead in AVOIDED.items()}
 
 
