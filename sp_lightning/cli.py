@@ -30,7 +30,16 @@ from sp_lightning.check import check
 from sp_lightning.lightning_cli import PROGRAM, RUNS, arguments_of_cli, command_line, in_the_namespace_of_the_model
 from sp_lightning.pipeline.lanes.devices import full_device
 from sp_lightning.planning import Assumptions, plan
-from sp_lightning.planning.known import find, known, named_model, rates_of, recipe
+from sp_lightning.planning.known import (
+    batch_of,
+    find,
+    gpu_named,
+    known,
+    named_model,
+    rates_of_gpu,
+    rates_of_host,
+    recipe,
+)
 from sp_lightning.planning.rates import measure
 from sp_lightning.planning.report import Report, Row
 
@@ -163,23 +172,38 @@ def _plan(arguments: Sequence[str]) -> None:
             "a name on the hub",
         )
     options = parser.parse_args(arguments)
-    measured = measure() if options.measure else {}
-    parser.set_defaults(rates_of("gpus", options.gpu) | rates_of("hosts", options.host) | measured)
+    rates: dict[str, Any] = {**batch_of(name)}
+    title = name
+    if options.gpu is not None:
+        rates |= rates_of_gpu(options.gpu)
+        title += f" on {gpu_named(options.gpu)}"
+    if options.host is not None:
+        rates |= rates_of_host(options.host)
+    if options.measure:
+        rates |= measure()
+    if any(each.partition("=")[0] == "--compute" for each in arguments):
+        rates.pop("compute_at_best", None)  # that of another speed
+    parser.set_defaults(rates)
     options = parser.parse_args(arguments)
     module = _module(name, parser, options) if is_class else named_model(name)
     given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
-    report = plan(module, given, title=name)
+    report = plan(module, given, title)
     if options.json:
         print(json.dumps(_as_json(report), indent=2))
         return
     print(report)
     if report.best.step is not None and (command := recipe(name, report.best.given)):
-        print(f"or, with its data: python examples/{command}")
+        print(f"Or with a recipe, and your data:\n    python examples/{command}")
 
 
 def _as_json(report: Report) -> dict[str, Any]:
     """Return a plan as plain data: each row has its assumptions, and what a step takes if one fits."""
-    return {"title": report.title, "best": report.rows.index(report.best), "rows": [_row(row) for row in report.rows]}
+    return {
+        "title": report.title,
+        "best": report.rows.index(report.best),
+        "rows": [_row(row) for row in report.rows],
+        "remedies": [{"change": change, **_row(row)} for change, row in report.remedies],
+    }
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -187,18 +211,18 @@ def _row(row: Row) -> dict[str, Any]:
     step = row.step
     if step is None:
         return {"given": given, "fits": False, "missing": row.missing}
-    tokens = row.given.tokens * row.given.accumulate * row.given.devices
     return {
         "given": given,
         "fits": True,
         "device_bytes": step.device_bytes,
         "host_bytes": step.host_bytes,
         "seconds": step.seconds,
-        "tokens_per_second": tokens / step.seconds,
+        "tokens_per_second": row.tokens_per_second,
         "bottleneck": step.bottleneck.value,
         "k": step.choice.k,
         "policies": Counter(way.policy for way in step.choice.ways),
-        "units_on_device": len(step.choice.living),
+        "units": row.units,
+        "units_on_device": row.living,
         "units_updated_on_device": len(step.choice.visiting),
     }
 

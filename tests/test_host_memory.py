@@ -172,6 +172,7 @@ def test_bytes_of_a_parameter(
         ("RMSprop", {"centered": True, "momentum": 0.9}),
         ("SGD", {"momentum": 0.9}),
         ("Muon", {}),
+        ("Adafactor", {}),
     ],
 )
 def test_state_is_known_before_it_is_made(kind: str, options: dict[str, Any]) -> None:

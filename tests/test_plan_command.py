@@ -5,6 +5,7 @@ Run as a script, it writes what the commands print now into docs/cli.md.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -12,6 +13,7 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -29,7 +31,7 @@ from sp_lightning.cli import main
 from sp_lightning.pipeline import Lane
 from sp_lightning.planning import rates
 from sp_lightning.planning.estimate import estimate
-from sp_lightning.planning.known import find, known, named_model, recipe
+from sp_lightning.planning.known import batch_of, find, gpu_named, known, named_model, recipe
 from sp_lightning.planning.report import Report
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
@@ -70,8 +72,13 @@ def planned(arguments: str) -> Report:
 
 
 def answer(arguments: str) -> list[str]:
-    """The last lines of what a command prints."""
-    return run(f"sp-lightning plan {arguments}").rpartition("\n\n")[2].splitlines()
+    """The first lines of what a command prints."""
+    return run(f"sp-lightning plan {arguments}").partition("\n\n")[0].splitlines()
+
+
+def typed(arguments: str) -> list[str]:
+    """What a command says to type."""
+    return [line.strip() for line in run(f"sp-lightning plan {arguments}").partition("\nType:\n")[2].splitlines()]
 
 
 def test_the_document_shows_what_is_printed():
@@ -93,7 +100,8 @@ def test_the_document_shows_what_is_printed():
 )
 def test_published_sizes(name, parameters):
     report = planned(f"{name} --precision bf16-true --activations recompute")
-    assert report.title.startswith(f"{name}: {parameters:,} parameters in ")
+    assert report.title == name
+    assert report.sizes.startswith(f"{parameters:,} parameters in ")
     assert report.best.step.device_bytes < 24 * 2**30
 
 
@@ -104,7 +112,7 @@ def test_all_models_that_are_built_in():
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 has other names for parts of models")
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Phi-4", "Gemma-3-4B-it", "Qwen2.5-VL-7B-Instruct", "DINOv2-giant"])
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Phi-4", "Gemma-3-4B-it", "Qwen3-30B-A3B", "DINOv2-giant"])
 def test_shapes_are_those_of_the_library(name):
     """Written by a script, which compares all; the plan is the same, with adapters, too."""
     model = known_models.from_library(known("models")[name])
@@ -115,14 +123,44 @@ def test_shapes_are_those_of_the_library(name):
 
 def test_gpus_and_hosts_by_name():
     """What is known of a card is assumed, and options win; each has a source."""
-    for kind in ("gpus", "hosts"):
-        assert all(entry.pop("source") for entry in known(kind).values())
+    for kind in ("gpus", "hosts", "reaches"):
+        assert all(entry["source"] for entry in known(kind).values())
     stack = f"{__name__}.Stack --model.width 64"
     assumed = planned(f"{stack} --gpu 'rtx 4090' --host 'Desktop DDR5' --compute 50").rows[0].given
     card, host = find("gpus", "RTX 4090"), find("hosts", "desktop DDR5")
     assert assumed.link == card["link"]
     assert assumed.host_bandwidth == host["host_bandwidth"]
-    assert assumed.compute == 50 != card["compute"]
+    assert (assumed.compute, assumed.compute_at_best) == (50, None), "one speed, where the user gives it"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("4060ti", "RTX 4060 Ti"),
+        ("a6000", "RTX A6000"),
+        ("h100", "H100"),
+        ("4060", None),
+        ("GTX1080", None),
+    ],
+)
+def test_gpus_as_people_call_them(name, gpu):
+    assert gpu_named(name) == gpu
+
+
+def test_speed_is_a_range():
+    """From the lowest to the highest share of the peak; the search is for the lowest, and searches for the highest."""
+    report = planned("Qwen3-1.7B --gpu 4090 --tokens 8192 --host_memory 64GiB")
+    row = report.best
+    reach = find("reaches", "GeForce")
+    assert (row.given.compute, row.given.compute_at_best) == (165.2 * reach["low"], 165.2 * reach["high"])
+    low, high = row.tokens_per_second
+    assert low < high < low * reach["high"] / reach["low"] * 1.01
+    assert f"It trains {low:,.0f} to {high:,.0f} tokens/s" in report.answer()
+    slow = plan(named_model("Qwen3-1.7B"), replace(row.given, compute_at_best=None))
+    assert slow.best.step == row.step
 
 
 def test_names_as_people_write_them():
@@ -136,7 +174,7 @@ def test_names_as_people_write_them():
 
 def test_the_class_of_a_module():
     report = planned(f"{__name__}.Stack --model.width 64 --model.layers=6")
-    assert f": {6 * (64 * 64 + 64):,} parameters in 6 units" in report.title
+    assert report.sizes == f"{6 * (64 * 64 + 64):,} parameters in 6 units."
     assert report.best is report.rows[0]
     clipped = planned(f"{__name__}.Stack --model.width 64 --model.layers=6 --gradient_clip_val 1")
     assert clipped.best.step.seconds >= report.best.step.seconds
@@ -153,7 +191,7 @@ def test_a_configuration_of_transformers(tmp_path):
     assert report.rows == planned(f"{tmp_path / 'config.json'} --tokens 8").rows
     vision = {"model_type": "vit", "image_size": 32, "patch_size": 16, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(vision))
-    assert "parameters in 7 units" in planned(str(tmp_path)).title
+    assert "parameters in 7 units" in planned(str(tmp_path)).sizes
 
 
 def test_assumptions_change_the_plan():
@@ -166,27 +204,45 @@ def test_assumptions_change_the_plan():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (f"{__name__}.Stack --model.width 512 --device_memory 1MiB", "921.6 KiB of device memory is too little: it "),
         (
-            "Llama-3.1-8B --loss whole --tokens 65536 --activations recompute",
-            "Most is for logits and the loss: `sp_lig",
+            f"{__name__}.Stack --model.width 512 --device_memory 1MiB",
+            "MiB of GPU memory, and there are 1.0 MiB, ",
         ),
-        ("Llama-3.1-8B --device-memory 2GiB", "Most is for one unit, 'model.embed_tokens"),
-        ("Qwen2.5-32B", "of host memory is too little: it takes"),
-        ("Qwen2.5-32B", "Most is for weights and the optimizer's state: adapters"),
-        (
-            "Llama-3.1-8B --moments int8 --precision bf16-true --gradient_clip_val 1",
-            "Most is for gradients, which wait",
-        ),
-        ("Llama-3.1-8B --moments int8 --precision bf16-true --accumulate 4", "for sums of gradients: one larger"),
+        ("Llama-3.1-8B --loss whole --tokens 65536 --activations recompute", "mostly for logits and the loss."),
+        ("Llama-3.1-8B --device-memory 2GiB", "mostly for one unit, 'model.embed_tokens"),
+        ("Qwen2.5-32B", "of RAM, and there are 59.6 GiB, mostly for weights and the optimizer's state."),
+        ("Qwen3-0.6B --accumulate 4 --host-memory 7GiB --optimizer SGD --precision 32-true", "mostly for sums of grad"),
     ],
 )
 def test_nothing_fits(arguments, says):
-    """It says what takes most, and the one thing that helps; of several ways, of the most compact one."""
-    lines = answer(f"--host_memory 64GB --model {arguments}")
-    assert len(lines) == 1
-    assert lines[0].startswith("Does not fit: ")
-    assert says in lines[0]
+    """One sentence says what is needed, and what takes most; what helps has itself been planned."""
+    first, *helps = answer(f"--host_memory 64GB --model {arguments}")
+    assert " does not fit: " in first
+    assert says in first
+    assert helps
+    assert all(line.startswith("It fits ") and "tokens/s" in line for line in helps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        ("Qwen3-8B --host_memory 64GiB --gradient_clip_val 1", ["without clipping", "on a machine with 24.0 GiB"]),
+        ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
+        ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
+        ("Qwen3-8B --host_memory 16GiB --lora 16", ["on a machine with 24.0 GiB of GPU memory and 22.0 GiB of RAM"]),
+        ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
+        ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),
+    ],
+)
+def test_a_remedy_has_been_planned(arguments, changes):
+    """Adapters are no remedy for adapters, or where these do not fit either."""
+    report = planned(arguments)
+    assert report.best.step is None
+    assert len(report.remedies) == len(changes)
+    for (change, row), begin in zip(report.remedies, changes, strict=True):
+        assert change.startswith(begin)
+        again = plan(named_model(arguments.split()[0]), row.given)
+        assert again.rows[0].step == row.step is not None
 
 
 def test_a_plan_for_scripts():
@@ -201,55 +257,105 @@ def test_a_plan_for_scripts():
     step = shown.best.step
     assert (best["seconds"], best["host_bytes"], best["k"]) == (step.seconds, step.host_bytes, step.choice.k)
     assert best["given"]["moments"] == shown.best.given.moments
-    assert best["tokens_per_second"] == 2048 / step.seconds
-    assert "host memory is too little" in report["rows"][0]["missing"]
+    assert best["tokens_per_second"] == [2048 / step.seconds] * 2
+    assert "of RAM, and there are 64.0 GiB" in report["rows"][0]["missing"]
+    short = json.loads(run("sp-lightning plan --model Qwen3-8B --host-memory 20GiB --json"))
+    assert [remedy["fits"] for remedy in short["remedies"]] == [True]
 
 
 def test_host_memory_is_a_limit():
     """Where activations would wait on a host that has no room for them, they are recomputed."""
-    sizes = "--moments int8 --precision bf16-true --gpu 'RTX 4090' --host_memory"
+    sizes = "--moments int8 --precision bf16-true --gpu 'RTX 4090' --compute 82.6 --host_memory"
     for tokens in (8192, 16384):
         for room in (64, 1024):
             report = run(f"sp-lightning plan --model Llama-3.1-8B --tokens {tokens} {sizes} {room}GiB")
-            assert (", recompute" in report, ", offload" in report) == (room == 64, room > 64)
-            assert "Fits in every step: " in report
+            assert (" recompute." in report, " offload" in report) == (room == 64, room > 64)
+            assert " fits with AdamW(moments='int8') in bf16-true, in every step: " in report
 
 
-def test_the_answer_is_what_to_type(monkeypatch):
-    """It can be typed: the Trainer and the optimizer in Python, the recipe's command in a shell."""
+def test_the_answer_is_what_to_type(monkeypatch, tmp_path):
+    """It can be typed: the Trainer and the optimizer in Python, the recipe's command in a shell; nothing is lost."""
     given = (
         "--tokens 8192 --length 1024 --accumulate 4 --gradient-clip-val 1 --activations recompute --host_memory 128GiB"
     )
-    lines = answer(f"--model qwen/qwen3-8b --gpu 'rtx 4090' --moments int8 --precision bf16-true {given}")
-    step, optimizer, trainer, recipe = lines[-4:]
-    assert lines[-5].startswith("Fits in every step: ")
-    assert re.fullmatch(r"A step takes [\d.]+ s: [\d,]+ tokens/s, [\d.]+ hours for a million tokens, with", step)
+    arguments = f"--model qwen/qwen3-8b --gpu 'rtx 4090' --moments int8 --precision bf16-true {given}"
+    first, speed = answer(arguments)
+    assert first.startswith("qwen/qwen3-8b on RTX 4090 fits with AdamW(moments='int8') in bf16-true, in every step: ")
+    said = (
+        r"It trains [\d,]+ to [\d,]+ tokens/s, a million in [\d.]+ to [\d.]+ hours; a step of 32,768 tokens takes "
+        r"[\d.]+ s at most, limited by computing on the GPU\."
+    )
+    assert re.fullmatch(said, speed)
+    loss, optimizer, trainer, _, command = typed(arguments)
+    assert loss == "sp_lightning.loss_in_slices(model)"
     names = {"Trainer": Trainer, "SuperpipelineStrategy": SuperpipelineStrategy, "sp_lightning": sp_lightning}
     made = eval(trainer.replace("Trainer(", "Trainer(accelerator='cpu', "), dict(names))
     assert made.strategy.options.activations == "recompute"
     assert (made.accumulate_grad_batches, made.gradient_clip_val) == (4, 1.0)
     model = nn.Linear(2, 2).bfloat16()
     assert eval(optimizer, {**names, "model": model}).defaults["lr"] > 0
-    monkeypatch.syspath_prepend(str(DOCUMENT.parents[1] / "examples"))
-    _, _, script, *options = shlex.split(recipe.partition(": ")[2].replace("python", "_ python"))
-    parsed = importlib.import_module(Path(script).stem).parse(options)
+    parsed = parsed_recipe(command.removeprefix("python examples/"), monkeypatch, tmp_path)
     assert (parsed.model, parsed.optimizer, parsed.batch_size, parsed.length) == ("Qwen/Qwen3-8B", "int8", 8, 1024)
     assert (parsed.accumulate, parsed.clip, parsed.precision) == (4, 1.0, "bf16-true")
+    assert parsed.strategy.options.activations == "recompute"
+
+
+def test_only_what_is_not_usual_is_typed():
+    lines = typed(f"--model {__name__}.Stack --model.width 64 --precision 32-true")
+    assert lines == ["torch.optim.AdamW(model.parameters())", "Trainer(strategy='superpipeline', precision='32-true')"]
+
+
+def parsed_recipe(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> argparse.Namespace:
+    """The options of a recipe, as it parses them, beside data with the names that a command has."""
+    monkeypatch.syspath_prepend(str(DOCUMENT.parents[1] / "examples"))
+    monkeypatch.chdir(folder)
+    for name in ("CHATS.jsonl", "TEXT.txt"):
+        (folder / name).touch()
+    (folder / "IMAGES").mkdir(exist_ok=True)
+    script, *options = command.split()
+    return importlib.import_module(Path(script).stem).parse(options)
 
 
 def test_every_recipe_takes_what_is_to_be_typed(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(DOCUMENT.parents[1] / "examples"))
-    monkeypatch.chdir(tmp_path)
+    """With the user's data, a place for the result, and the tokens that were planned."""
     models = [
         next(name for name, entry in known("models").items() if entry.get("recipe") == each)
         for each in known("recipes")
     ]
     for name, lora in product(models, (None, 16)):
-        script, *options = recipe(name, Assumptions(lora=lora)).split()
-        parsed = importlib.import_module(Path(script).stem).parse(options)
+        given = Assumptions(lora=lora, **batch_of(name))
+        parsed = parsed_recipe(recipe(name, given), monkeypatch, tmp_path)
         assert parsed.model == find("models", name)["hub"]
         assert lora is None or (parsed.rank, parsed.dtype) == (16, "bfloat16")
+        assert parsed.save_adapters if lora else parsed.save
+        assert [getattr(parsed, data, None) for data in ("chats", "text", "images")].count(None) == 2
+        assert parsed.batch_size == 1
     assert recipe("DINOv2-large", Assumptions()) == recipe("Llama-3.1-8B", Assumptions(optimizer="Muon")) == ""
+
+
+def test_a_recipe_is_named_only_where_it_does_what_was_planned():
+    """Images have so many tokens as their sides allow, rows are whole, and recipes never make all logits."""
+    assert batch_of("FLUX.1-dev") == {"tokens": 1536, "length": 1536}
+    assert " --side 1024 " in recipe("FLUX.1-dev", Assumptions(tokens=2 * 4608, length=4608))
+    assert "--batch-size 2" in recipe("FLUX.1-dev", Assumptions(tokens=2 * 4608, length=4608))
+    assert not recipe("FLUX.1-dev", Assumptions())
+    for other in ({"tokens": 3000}, {"loss": "whole"}, {"resident": ("lm_head",)}, {"units": "LlamaDecoderLayer"}):
+        assert not recipe("Llama-3.1-8B", Assumptions(**other)), other
+
+
+def test_a_name_that_is_misspelled_is_answered_with_the_nearest(capsys):
+    """Without an organization it is none of the hub, which nobody asks then."""
+    with mock.patch("transformers.AutoConfig.from_pretrained", side_effect=AssertionError):
+        assert status("sp-lightning plan --model Qwen3-9B") == 2
+    assert "nearest names that are built in: Qwen3-8B, Qwen3-4B" in capsys.readouterr().err
+
+
+def test_no_more_units_stay_on_the_gpu_than_there_are():
+    """What is resident is no unit."""
+    report = planned("DINOv2-large --precision bf16-true --tokens 64 --length 64")
+    row = report.best
+    assert row.living == row.units < len(row.step.choice.living)
+    assert f"Of {row.units} units, {row.units} stay on the GPU" in row.choice()
 
 
 def test_the_ladder_of_host_memory():
@@ -311,7 +417,8 @@ def test_rates_are_measured(monkeypatch):
             "--model Llama-3.1-8B --model.layers 3",
             "`--model.` is for the class of a model, which 'Llama-3.1-8B' is not",
         ),
-        ("--model Llama-3.1-8B --optimizer LAMB", "`optimizer='LAMB'` must be one of"),
+        ("--model Llama-3.1-8B --optimizer LAMB", "`optimizer='LAMB'` is not in torch "),
+        ("--model Llama-3.1-8B --optimizer LBFGS", "its step takes a closure, or sparse gradients"),
         (
             "--model Llama-3.1-8B --optimizer Muon --moments int8",
             "`moments` is for AdamW and Adam, not `optimizer='Muon'`",

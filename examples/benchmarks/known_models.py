@@ -21,6 +21,8 @@ from torch import nn
 
 from sp_lightning.planning.known import known, of_transformers
 
+# what a plan reads of a mixture of experts: how many there are, and how many of them a token passes
+_OF_MIXTURES = ("num_experts", "top_k")
 FILE = Path(__file__).resolve().parents[2] / "sp_lightning" / "planning" / "known" / "shapes.json"
 
 
@@ -32,7 +34,8 @@ def from_library(entry: dict[str, Any]) -> nn.Module:
         made = cls(**entry["arguments"])
         if isinstance(made, nn.Module):
             return made
-        assert set(entry["arguments"]) <= set(vars(cls())), f"{name} has them all, but takes others, too"
+        has = {*vars(cls()), *cls.attribute_map, "head_dim"}  # some models read that without declaring it
+        assert set(entry["arguments"]) <= has, f"{name} has them all, but takes others, too"
         return of_transformers(made)
 
 
@@ -52,7 +55,8 @@ def _layer(layer: nn.Module) -> dict[str, Any]:
     base = next(cls for cls in type(layer).__mro__ if getattr(nn, cls.__name__, None) is cls)
     if base is not type(layer):
         described["base"] = base.__name__
-    sizes = {name: getattr(layer, name) for name in getattr(base, "__constants__", ())}
+    names = [*getattr(base, "__constants__", ()), *_OF_MIXTURES]
+    sizes = {name: getattr(layer, name, None) for name in names}
     described["sizes"] = {name: size for name, size in sizes.items() if isinstance(size, int)}
     described["weights"] = {name: list(weight.shape) for name, weight in layer.named_parameters(recurse=False)}
     runs: list[list[Any]] = []  # name of the first part, how many follow that are alike, what they are

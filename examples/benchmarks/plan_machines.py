@@ -1,24 +1,36 @@
-"""Plan well-known models on well-known machines, and write the table into docs/choosing.md.
+"""Plan what the pages say about memory and speed, and write it into them: all planned figures are from one run.
 
-    python examples/benchmarks/plan_machines.py             # print it
-    python examples/benchmarks/plan_machines.py --write     # and write it
+    python examples/benchmarks/plan_machines.py             # plan everything, in minutes; write planned.json, and pages
+    python examples/benchmarks/plan_machines.py --pages     # write pages from planned.json as it is
 
-Each step is clipped, has 8,192 tokens in rows of 2,048, and a chunked loss. Nothing here is measured.
+A figure of a page lies between `<!-- planned: NAME -->` and `<!-- end -->`; its name is that of a function below.
+Nothing here is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tables import print_table
+import replay
 from torch import nn
 
-from sp_lightning import Assumptions, plan
-from sp_lightning.planning.known import named_model, rates_of
+from sp_lightning import Assumptions
+from sp_lightning.pipeline.stats import readable_bytes
+from sp_lightning.planning.assumptions import OF_SYSTEM, ladder
+from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
+from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
-MACHINES = [  # a card, a host and its memory
+ROOT = Path(__file__).resolve().parents[2]
+FILE = Path(__file__).with_name("planned.json")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACE = re.compile(r"(<!-- planned: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+MACHINES = [  # a GPU, a host and its memory
     ("RTX 3060", "desktop DDR4", "32GiB"),
     ("RTX 3090", "desktop DDR4", "64GiB"),
     ("RTX 4060 Ti", "desktop DDR5", "64GiB"),
@@ -42,30 +54,224 @@ MODELS = [  # and the rank of adapters; None trains all weights
     ("Llama-3.1-8B", 16),
     ("Qwen3-32B", 16),
 ]
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 1.0}
+IN_EIGHT_BITS: dict[str, Any] = {"precision": "bf16-true", "moments": "int8"}
+USERS: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [
+    ("an 8B on chats, all weights", "Qwen3-8B", ("RTX 4090", "desktop DDR5", "64GiB"), {"tokens": 8192}),
+    ("FLUX.1 with LoRA", "FLUX.1-dev", ("RTX 3060", "desktop DDR4", "64GiB"), {"lora": 16}),
+    (
+        "a mixture with LoRA",
+        "Qwen3-30B-A3B",
+        ("RTX 4090", "desktop DDR5", "128GiB"),
+        {"tokens": 8192, "lora": 16},
+    ),
+]
+HOSTS = ("32GiB", "64GiB", "128GiB")
+WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"}, IN_EIGHT_BITS]
+STEPS: list[dict[str, Any]] = [{}, CLIPPED, {"accumulate": 8}, {**CLIPPED, "accumulate": 8}]
+EIGHT = ("Llama-3.1-8B", "Qwen3-8B")
 
 
-def cell(model: nn.Module, machine: tuple[str, str, str], lora: int | None) -> str:
-    """Return tokens in a second and how moments are kept, or what is too small."""
-    gpu, host, memory = machine
-    rates = rates_of("gpus", gpu) | rates_of("hosts", host)
-    given = Assumptions(host_memory=memory, tokens=8192, gradient_clip_val=1.0, lora=lora, **rates)
-    best = plan(model, given).best
-    if best.step is None:
-        return "host" if "of host memory" in best.missing else "device"
-    moments = "" if best.given.moments is None else f" {best.given.moments}"
-    return f"{given.tokens / best.step.seconds:,.0f}{moments}"
+# ------------------------------------------------------------------------------------------------- what is planned
 
 
-def lines() -> Iterator[str]:
-    """Yield the table in Markdown."""
+def machine(gpu: str, host: str, memory: str) -> dict[str, Any]:
+    """Return what to assume of a machine."""
+    return {"host_memory": memory, **rates_of_gpu(gpu), **rates_of_host(host)}
+
+
+def first_that_fits(model: nn.Module, given: Assumptions) -> Row:
+    """Plan with the first way to keep moments that fits, or else with the last one."""
+    for way in ladder(given):
+        row = plan_row(model, way)
+        if row.step is not None:
+            break
+    return row
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """Return what a row says, as the file has it."""
+    if row.step is None:
+        assert row.error is not None
+        return {"fits": False, "place": row.error.place, "needs": readable_bytes(row.needed_bytes)}
+    return {
+        "fits": True,
+        "moments": row.given.moments,
+        "clipped": row.given.gradient_clip_val is not None,
+        "device": readable_bytes(row.step.device_bytes),
+        "host": readable_bytes(row.step.host_bytes),
+        "seconds": readable_seconds(row.step.seconds),
+        "tokens": row.given.tokens_in_step,
+        "speed": row.speed,
+    }
+
+
+def plan_machine(number: int, models: Sequence[tuple[str, int | None]] = tuple(MODELS)) -> list[dict[str, Any]]:
+    """Plan models on a machine, each clipped by norm, in steps of 8,192 tokens."""
+    assumed = machine(*MACHINES[number])
+    given = [(name, Assumptions(tokens=8192, lora=lora, **CLIPPED, **assumed)) for name, lora in models]
+    return [plain(first_that_fits(named_model(name), each)) for name, each in given]
+
+
+def plan_user(number: int) -> dict[str, Any]:
+    """Plan what a user wants, clipped if that fits, with the command for it."""
+    _, name, place, wanted = USERS[number]
+    wanted = {**batch_of(name), **wanted}
+    for clip in (CLIPPED, {}):
+        row = first_that_fits(named_model(name), Assumptions(**machine(*place), **wanted, **clip))
+        if row.step is not None:
+            break
+    return {**plain(row), "command": recipe(name, row.given)}
+
+
+def plan_eight() -> list[list[dict[str, Any]]]:
+    """Plan models of 8B with 24 GB and 64 GiB, clipped or not, in one batch or accumulated."""
+    assumed = {**machine("RTX 4090", "desktop DDR5", "64GiB"), **IN_EIGHT_BITS, "tokens": 8192}
+    given = [Assumptions(**assumed, **step) for step in STEPS]
+    return [[plain(plan_row(named_model(name), each)) for each in given] for name in EIGHT]
+
+
+def plan_size(memory: str, way: dict[str, Any]) -> float:
+    """Return the billions of parameters of the largest decoder that fits, with layers as Qwen3-4B's."""
+    given = Assumptions(host_memory=memory, device_memory="24GiB", **CLIPPED, **way)
+    fits, too_many = 1, 2 * int(given.host_bytes / 7e8)
+    while too_many - fits > 1:
+        layers = (fits + too_many) // 2
+        if plan_row(decoder(layers), given).step is None:
+            too_many = layers
+        else:
+            fits = layers
+    return round(sum(weight.numel() for weight in decoder(fits).parameters()) / 1e9, 1)
+
+
+def decoder(layers: int) -> nn.Module:
+    """Build a Qwen3-4B with another number of layers."""
+    shapes = copy.deepcopy(find("shapes", "Qwen3-4B"))
+    assert shapes is not None
+    blocks = next(part for part in shapes["parts"][0][2]["parts"] if part[0] == "layers")
+    blocks[2]["parts"][0][1] = layers
+    return of_shapes(shapes)
+
+
+def plan_everything() -> dict[str, Any]:
+    """Plan all figures."""
+    return {
+        "machines": [plan_machine(number) for number in range(len(MACHINES))],
+        "users": [plan_user(number) for number in range(len(USERS))],
+        "eight": plan_eight(),
+        "sizes": [[plan_size(memory, way) for way in WAYS] for memory in HOSTS],
+        "replay": [list(map(round, replay.predicted(run))) for run in replay.RUNS],
+    }
+
+
+# ------------------------------------------------------------------------------------------- how the pages say it
+
+
+def machines(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of models on machines."""
     titles = [name if lora is None else f"{name}, LoRA" for name, lora in MODELS]
     yield f"| machine | {' | '.join(titles)} |"
     yield "|" + " --- |" * (1 + len(MODELS))
-    models = {name: named_model(name) for name, _ in MODELS}
-    for machine in MACHINES:
-        cells = [cell(models[name], machine, lora) for name, lora in MODELS]
-        yield f"| {machine[0]}, {machine[1]}, {machine[2].replace('GiB', ' GiB')} | {' | '.join(cells)} |"
+    for (gpu, host, memory), cells in zip(MACHINES, figures["machines"], strict=True):
+        said = [
+            f"{cell['speed']} {cell['moments'] or ''}".rstrip() if cell["fits"] else place_of(cell) for cell in cells
+        ]
+        yield f"| {gpu}, {host}, {memory.replace('GiB', ' GiB')} | {' | '.join(said)} |"
+
+
+def place_of(cell: dict[str, Any]) -> str:
+    """Return whose memory is too small."""
+    return {"host": "RAM", "device": "GPU"}[cell["place"]]
+
+
+def users(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what people do."""
+    yield "| you fine-tune | on | type | planned |"
+    yield "| --- | --- | --- | --- |"
+    for (what, _, (gpu, _, memory), _), cell in zip(USERS, figures["users"], strict=True):
+        clipped = "clipped" if cell["clipped"] else "not clipped"
+        yield (
+            f"| {what} | {gpu}, {memory.replace('GiB', ' GiB')} of RAM | `python examples/{cell['command']}` "
+            f"| {cell['device']} of GPU memory, {cell['host']} of RAM; {cell['speed']} tokens/s in steps of "
+            f"{cell['tokens']:,}, {clipped} |"
+        )
+
+
+def eight(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of 8B models with 24 GB and 64 GiB."""
+    yield "| gradients | " + " | ".join(EIGHT) + " |"
+    yield "|" + " --- |" * (1 + len(EIGHT))
+    for number, step in enumerate(STEPS):
+        clipped = "clipped by norm" if "gradient_clip_val" in step else "not clipped"
+        batches = ", summed over 8 batches" if "accumulate" in step else ""
+        cells = [model[number] for model in figures["eight"]]
+        said = [
+            f"fits: {cell['host']} of RAM, {cell['speed']} tokens/s"
+            if cell["fits"]
+            else f"does not fit: needs {cell['needs']} of {place_of(cell)}"
+            for cell in cells
+        ]
+        yield f"| {clipped}{batches} | {' | '.join(said)} |"
+
+
+def sizes(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of the largest models."""
+    compact = "[`sp_lightning.optim`](docs/optimizers.md#compact-optimizers)"
+    yield f"| RAM | AdamW, fp32 or `bf16-mixed` | {compact}, exact | with 8-bit moments |"
+    yield "| --- | --- | --- | --- |"
+    for memory, row in zip(HOSTS, figures["sizes"], strict=True):
+        yield f"| {memory.replace('GiB', ' GiB')} | {' | '.join(f'{size:g} B' for size in row)} |"
+
+
+def bytes_per_parameter(figures: dict[str, Any]) -> str:
+    """Return what a parameter takes of host memory in each of three ways, by the largest models with 64 GiB."""
+    room = Assumptions(host_memory="64GiB").host_bytes - OF_SYSTEM
+    each = [f"{room / 1e9 / size:.1f}" for size in figures["sizes"][HOSTS.index("64GiB")]]
+    return f"{', '.join(each[:-1])} and {each[-1]}"
+
+
+def runs(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of published runs."""
+    yield "| published run | tokens in a step | tokens/s | planned | planned over published | source, and when |"
+    yield "|" + " --- |" * 6
+    for run, (low, high) in zip(replay.RUNS, figures["replay"], strict=True):
+        yield (
+            f"| {run.system}: {run.model}, {run.card} | {run.tokens:,} | {run.published:,.0f} "
+            f"| {number_range(low, high)} | {low / run.published:.2f} to {high / run.published:.2f} "
+            f"| {run.source}, {run.when} |"
+        )
+
+
+FIGURES: dict[str, Callable[[dict[str, Any]], str | Iterator[str]]] = {
+    each.__name__: each for each in (machines, users, eight, sizes, bytes_per_parameter, runs)
+}
+
+
+def with_figures(text: str, figures: dict[str, Any]) -> str:
+    """Return a page with all figures as they are planned: tables in lines of their own, all else within a line."""
+
+    def replaced(place: re.Match[str]) -> str:
+        said = FIGURES[place[2]](figures)
+        if not isinstance(said, str):
+            said = "\n\n" + "\n".join(said) + "\n\n"
+        return place[1] + said + place[4]
+
+    return PLACE.sub(replaced, text)
+
+
+def main() -> None:
+    """Plan, unless only pages are to be written; then write pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", action="store_true", help="plan nothing, and write pages from planned.json")
+    if not parser.parse_args().pages:
+        FILE.write_text(json.dumps(plan_everything(), indent=1) + "\n", encoding="utf-8")
+    figures = json.loads(FILE.read_text(encoding="utf-8"))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := with_figures(text, figures)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"{page.relative_to(ROOT)}: written")
 
 
 if __name__ == "__main__":
-    print_table(__file__, __doc__, DOCUMENT, lines())
+    main()

@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from sp_lightning.planning.assumptions import Assumptions
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.estimate import Assumptions, estimate
+from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.work import Prediction
 
 VOCABULARY = 32000

@@ -1,6 +1,6 @@
 """Predicts what a step costs, and searches for the choices that make it fastest. Imports nothing from Lightning."""
 
-from sp_lightning.planning.estimate import Assumptions
+from sp_lightning.planning.assumptions import Assumptions
 from sp_lightning.planning.planner import AutoPlanner
 from sp_lightning.planning.report import plan
 

@@ -40,13 +40,25 @@ _EFFORT = 0.002
 
 
 class TooLittleMemory(ValueError):
-    """Nothing fits, not even what takes least; it says what takes most, and what helps."""
+    """Nothing fits, not even what takes least; it says what takes most, and what may help a run.
 
-    def __init__(self, place: str, budget: float, missing: float, most: str) -> None:
+    Attributes:
+        place: "device" or "host".
+        budget: Bytes that there are.
+        missing: Bytes that it takes beside them.
+        most: What takes most.
+    """
+
+    def __init__(
+        self, place: Literal["device", "host"], budget: float, missing: float, most: str, hint: str = ""
+    ) -> None:
         has, more = readable_bytes(int(budget)), readable_bytes(int(missing))
         little = f"{has} of {place} memory is too little: it takes {more} more."
-        super().__init__(f"{little} Most is for {most}.")
-        self.missing = int(missing)  # bytes
+        super().__init__(f"{little} Most is for {most}{hint}.")
+        self.place: Literal["device", "host"] = place
+        self.budget = int(budget)
+        self.missing = int(missing)
+        self.most = most
 
 
 class _Draft(NamedTuple):
@@ -79,13 +91,13 @@ def choose(
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
     if (missing := first_host_bytes(workload) - host_budget) > 0:
         waiting = landing_bytes(workload, Choice(1))
-        sums = sum(unit.gradient_bytes for unit in workload.everything)
-        most = "weights and the optimizer's state: adapters on a frozen base help (LoRA)"
-        if waiting > missing:
-            most = "gradients, which wait there for all others: without clipping, or a loss scaler, it fits"
-        elif workload.micro_steps > 1 and sums > missing:
-            most = "sums of gradients: one larger batch, not accumulated, on one device fits"
-        raise TooLittleMemory("host", host_budget, missing, most)
+        sums = sum(unit.gradient_bytes for unit in workload.everything) if workload.adds_up else 0
+        parts = {
+            "weights and the optimizer's state": first_host_bytes(workload) - waiting - sums,
+            "gradients, which wait there for all others": waiting,
+            "sums of gradients": sums,
+        }
+        raise TooLittleMemory("host", host_budget, missing, max(parts, key=parts.__getitem__))
     search = _Search(workload, machine, budget, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
@@ -142,7 +154,7 @@ class _Search:
 
     def near(self, draft: _Draft) -> Iterator[_Draft]:
         """Yield drafts with a little more or less of everything."""
-        units = len(self._workload.units)
+        units = max(1, len(self._workload.units))
         for change in _CHANGES:
             yield draft._replace(living=max(0, draft.living + change))
             yield self._filled(draft._replace(keeping=min(units, max(0, draft.keeping + change))))
@@ -163,18 +175,20 @@ class _Search:
         drafts = [self._choice(_Draft(k, policy)) for policy in _POLICIES]
         fitting = [choice for choice in drafts if host_bytes(work, choice) <= self._host_room]
         least = min(fitting, key=partial(device_bytes, work))
-        unit = max(work.units, key=lambda unit: unit.weight_bytes)
-        parts = {
-            "logits and the loss: `sp_lightning.loss_in_slices(model)` helps": work.turn_bytes,
-            "what one unit computes: smaller batches help (`accumulate_grad_batches`)": max(
-                way.working for way in least.ways
+        unit = max(work.units or work.everything, key=lambda unit: unit.weight_bytes)
+        working = max((way.working for way in least.ways), default=0)
+        parts = [
+            (work.turn_bytes, "logits and the loss", ": `sp_lightning.loss_in_slices(model)` helps"),
+            (working, "what one unit computes", ": smaller batches help (`accumulate_grad_batches`)"),
+            (
+                weight_bytes(work, least) + gradient_bytes(work, least),
+                f"one unit, {unit.name!r}",
+                ": a lower precision helps, or smaller `units`",
             ),
-            f"one unit, {unit.name!r}: a lower precision helps, or smaller `units`": weight_bytes(work, least)
-            + gradient_bytes(work, least),
-        }
+        ]
         missing = device_bytes(work, least) - self._room
-        most = max(parts, key=parts.__getitem__)
-        return TooLittleMemory("device", self._room, missing, most)
+        _, most, hint = max(parts, key=lambda part: part[0])
+        return TooLittleMemory("device", self._room, missing, most, hint)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""

@@ -202,7 +202,7 @@ class _Pass:
         for number in (self._resident, *range(self._resident)):
             unit = self._units[number]
             # the lane has nothing to do before one of those that are left has been stepped; others do not wait for it
-            begin = min(self._ready[number % self._resident :])
+            begin = min(self._ready[number % max(1, self._resident) :])
             is_there = not self._streams[number] or len(freed) in staying
             if not is_there and len(freed) >= self._slots:
                 begin = max(begin, freed[-self._slots])

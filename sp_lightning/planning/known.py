@@ -1,13 +1,17 @@
 """What `sp-lightning plan` knows by name: models, GPUs and hosts, from the data files in `known/`.
 
 Models have the arguments of a class of their library, as they are published, the shapes of its layers, so that nobody
-needs the library, and what to type to train them with a recipe of `examples/`, all of them or adapters; GPUs and hosts
-have rates to assume, each with where it is from.
+needs the library, and what to type to train them with a recipe of `examples/`, all of them or adapters; hosts have
+rates to assume, GPUs the peak that their maker states and, by class, the share of it that training reaches (their
+*reach*). Each has where it is from.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -16,9 +20,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from sp_lightning.planning.estimate import Assumptions
+from sp_lightning.planning.assumptions import Assumptions
 
-Kind: TypeAlias = Literal["models", "shapes", "gpus", "hosts", "recipes"]
+Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "hosts", "recipes"]
+# pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
+_SIDE, _PIXELS = 512, 16
+# what people leave out of a card's name, or put before it
+_MAKER = re.compile(r"nvidia|geforce|rtx|tesla|[\s-]")
 
 
 def known(kind: Kind) -> dict[str, dict[str, Any]]:
@@ -34,41 +42,99 @@ def find(kind: Kind, name: str) -> dict[str, Any] | None:
     return next((entry for each, entry in known(kind).items() if each.casefold() == name), None)
 
 
-def rates_of(kind: Kind, name: str | None) -> dict[str, Any]:
-    """Return what to assume of a GPU or a host; nothing if none is named."""
-    entry = {} if name is None else find(kind, name)
+def gpu_named(name: str) -> str | None:
+    """Return the full name of a card, which may be given without its maker and series: "4090", "rtx4090"."""
+    short = _MAKER.sub("", name.casefold())
+    return next((gpu for gpu in known("gpus") if _MAKER.sub("", gpu.casefold()) == short), None)
+
+
+def rates_of_gpu(name: str) -> dict[str, Any]:
+    """Return what to assume of a card: its memory, its link, and how fast it computes at least and at best."""
+    gpu = gpu_named(name)
+    if gpu is None:
+        raise ValueError(
+            f"gpu: {name!r} is not one of {', '.join(known('gpus'))}. Describe another one by `--device-memory`, "
+            "`--link` and `--compute`."
+        )
+    entry = known("gpus")[gpu]
+    reach = known("reaches")[entry["reach"]]
+    return {
+        "device_memory": entry["device_memory"],
+        "link": entry["link"],
+        "compute": entry["peak"] * reach["low"],
+        "compute_at_best": entry["peak"] * reach["high"],
+    }
+
+
+def rates_of_host(name: str) -> dict[str, Any]:
+    """Return what to assume of a host: its memory's bandwidth."""
+    entry = find("hosts", name)
     if entry is None:
-        raise ValueError(f"{kind[:-1]}: {name!r} is not one of {', '.join(known(kind))}")
+        raise ValueError(f"host: {name!r} is not one of {', '.join(known('hosts'))}")
     return {rate: value for rate, value in entry.items() if rate != "source"}
 
 
+def batch_of(name: str) -> dict[str, int]:
+    """Return the tokens of a batch, and of a row, that a model's recipe takes by default; nothing if any will do."""
+    entry = find("models", name) or {}
+    if "text_tokens" not in entry:
+        return {}
+    tokens = (_SIDE // _PIXELS) ** 2 + entry["text_tokens"]
+    return {"tokens": tokens, "length": tokens}
+
+
 def recipe(name: str, given: Assumptions) -> str:
-    """Return the command that trains a model; nothing if none is known for it, or for the optimizer."""
+    """Return the command that trains a model as it was planned; nothing if no recipe does just that."""
     entry = find("models", name) or {}
     script = find("recipes", entry.get("recipe", ""))
-    if script is None or given.optimizer != "AdamW":
-        return ""
     length = min(given.tokens, given.length)
-    named = {None: "adamw", "fp32": "split", "int8": "int8"}[given.moments]
-    options = vars(given) | {"optimizer": named, "hub": entry["hub"]}
-    options |= {"length": length, "rows": given.tokens // length}
-    command: str = script["full" if given.lora is None else "lora"].format(**options)
-    clip = given.gradient_clip_val
-    return command if clip is None else f"{command} --clip {clip}"
+    takes_whole_rows = given.tokens % length == 0
+    # recipes have no options for these
+    is_usual = given.optimizer == "AdamW" and given.units is None and not given.resident
+    if script is None or not is_usual or not takes_whole_rows:
+        return ""
+    size = f"--length {length}"
+    if "text_tokens" in entry:
+        side = _PIXELS * math.isqrt(max(0, length - entry["text_tokens"]))
+        if (side // _PIXELS) ** 2 + entry["text_tokens"] != length:
+            return ""  # no image has so many
+        size = f"--side {side}"
+    elif given.loss == "whole":
+        return ""
+    options = {
+        "precision": given.precision,
+        "optimizer": {None: "adamw", "fp32": "split", "int8": "int8"}[given.moments],
+        "batch-size": given.tokens // length,
+        "accumulate": given.accumulate if given.accumulate > 1 else None,
+        "clip": given.gradient_clip_val,
+        "activations": given.activations if given.activations != "auto" else None,
+        "optimizer-on": given.optimizer_on if given.optimizer_on != "auto" else None,
+        "devices": given.devices if given.devices > 1 else None,
+    }
+    typed = " ".join(f"--{option} {value}" for option, value in options.items() if value is not None)
+    command: str = script["full" if given.lora is None else "lora"]
+    return f"{command.format(hub=entry['hub'], lora=given.lora)} {size} {typed}"
 
 
 def named_model(name: str) -> nn.Module:
     """Build a model that is known by its name, or has a configuration of transformers, on the meta device."""
     shapes = None if Path(name).exists() else find("shapes", name)
+    near = get_close_matches(name.rpartition("/")[2], known("models"), n=3, cutoff=0.6)
+    nearest = f" The nearest names that are built in: {', '.join(near)}." if near else ""
     with torch.device("meta"):
         if shapes is not None:
-            return _of_shapes(shapes)
+            return of_shapes(shapes)
+        if "/" not in name and not Path(name).exists():
+            raise ValueError(
+                f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file.{nearest} A model "
+                "of the hub has its organization before its name."
+            )
         try:
             return of_transformers(import_module("transformers").AutoConfig.from_pretrained(name))
         except (ImportError, OSError, ValueError) as error:
             raise ValueError(
                 f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a "
-                f"configuration of transformers: {error}"
+                f"configuration of transformers.{nearest} {error}"
             ) from error
 
 
@@ -85,7 +151,7 @@ def of_transformers(config: Any) -> nn.Module:
     return module
 
 
-def _of_shapes(shapes: dict[str, Any]) -> nn.Module:
+def of_shapes(shapes: dict[str, Any]) -> nn.Module:
     """Build a model that only holds weights; `examples/benchmarks/known_models.py` has described it."""
     model = _layer(shapes)
     for name, other in shapes.get("tied", {}).items():

@@ -2,84 +2,164 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
+from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.stats import readable_bytes
+from sp_lightning.planning.assumptions import OF_SYSTEM, Assumptions, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.estimate import OF_SYSTEM, Assumptions, estimate, ladder
+from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.memory import first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_HEAD = f"{'':<34}{'device':>11}{'host':>11}{'step':>11}  bottleneck"
-_USUAL = ("auto", None, (), "auto")  # what a plan assumes of the strategy
+_HEAD = f"{'':<34}{'GPU memory':>11}{'RAM':>11}{'step':>11}  bottleneck"
+_PLACES = {"device": "GPU memory", "host": "RAM"}
+_WIDTH = 110
+_RANK = 16  # of the adapters that are planned where all weights do not fit
+_GIB = 2**30
+_NANOSECOND = 1e-9
+_BOTTLENECKS = {
+    Lane.COMPUTE: "computing on the GPU",
+    Lane.TO_DEVICE: "copies to the GPU",
+    Lane.TO_HOST: "copies to the CPU",
+    Lane.HOST: "the optimizer on the CPU",
+}
+# arguments of the strategy and of the Trainer: the field that has each, and the value that need not be typed
+_OF_STRATEGY = {
+    "activations": ("activations", "auto"),
+    "units": ("units", None),
+    "resident": ("resident", ()),
+    "optimizer_on": ("optimizer_on", "auto"),
+}
+_OF_TRAINER = {
+    "gradient_clip_val": ("gradient_clip_val", None),
+    "accumulate_grad_batches": ("accumulate", 1),
+    "devices": ("devices", 1),
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to keep moments, and the fastest step with it."""
+    """One way to train, and the fastest step with it."""
 
     given: Assumptions
     # with the host memory of the step that takes most; None if nothing fits
     step: Prediction | None
-    missing: str = ""  # why nothing fits
+    # the same for a device that reaches its best speed; None if that is not known
+    at_best: Prediction | None = None
+    error: TooLittleMemory | None = None  # why nothing fits
+    units: int = 0  # of the model
+    has_logits: bool = False  # whether it makes logits, over a vocabulary
 
     def __str__(self) -> str:
         given, step = self.given, self.step
         label = f"{given.optimizer_words}, {given.precision}"
         if step is None:
-            return f"{label:<34} does not fit: {self.missing.partition('. ')[0]}"
+            return f"{label:<34} does not fit: {self.missing}"
         return (
             f"{label:<34}{readable_bytes(step.device_bytes):>11}{readable_bytes(step.host_bytes):>11}"
             f"{readable_seconds(step.seconds):>11}  {step.bottleneck.value}"
         )
 
-    def answer(self) -> str:
-        """Return what it takes, how fast it is, and what to type for it."""
+    @property
+    def missing(self) -> str:
+        """What memory is missing; nothing if a step fits."""
+        error = self.error
+        if error is None:
+            return ""
+        there = self.given.host_bytes if error.place == "host" else self.given.device_bytes
+        needed = readable_bytes(self.needed_bytes)
+        return f"it needs {needed} of {_PLACES[error.place]}, and there are {readable_bytes(there)}"
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that are needed of the memory that is too small, with what stays free of it; 0 if a step fits.
+
+        In whole GiB, if it is at least one.
+        """
+        error = self.error
+        if error is None:
+            return 0
+        needed = error.budget + error.missing
+        needed = needed + OF_SYSTEM if error.place == "host" else math.ceil(needed / SHARE_OF_FREE_MEMORY)
+        return needed if needed < _GIB else -(-needed // _GIB) * _GIB
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float]:
+        """The lowest and the highest number of tokens in a second, as the device reaches its speed."""
+        if self.step is None:
+            return 0.0, 0.0
+        # a model without a matrix computes nothing that is counted
+        slow, fast = (max(step.seconds, _NANOSECOND) for step in (self.step, self.at_best or self.step))
+        return self.given.tokens_in_step / slow, self.given.tokens_in_step / fast
+
+    @property
+    def speed(self) -> str:
+        """Tokens in a second, as a range if there is one."""
+        return number_range(*self.tokens_per_second)
+
+    @property
+    def memory(self) -> str:
+        """What a step takes on the device and on the host."""
         given, step = self.given, self.step
-        if step is None:
-            return f"Does not fit: {self.missing}"
-        choice = step.choice
-        counts = Counter(way.policy for way in choice.ways)
-        ways = ", ".join(f"{policy} {count}" for policy, count in counts.items())
-        speed = given.tokens * given.accumulate * given.devices / step.seconds
-        strategy = "'superpipeline'"
-        if (given.activations, given.units, given.resident, given.optimizer_on) != _USUAL:
-            strategy = (
-                f"SuperpipelineStrategy(activations={given.activations!r}, units={given.units!r}, "
-                f"resident={given.resident!r}, optimizer_on={given.optimizer_on!r})"
-            )
+        assert step is not None
+        return (
+            f"{readable_bytes(step.device_bytes)} of {readable_bytes(given.device_bytes)} of GPU memory, "
+            f"{readable_bytes(step.host_bytes)} of {readable_bytes(given.host_bytes)} of RAM"
+        )
+
+    @property
+    def living(self) -> int:
+        """How many units stay on the device; what is resident is none."""
+        return 0 if self.step is None else sum(number < self.units for number in self.step.choice.living)
+
+    def choice(self) -> str:
+        """Return what the planner has chosen."""
+        step = self.step
+        assert step is not None
+        policies = Counter(way.policy for way in step.choice.ways)
+        ways = ", ".join(f"{count} {policy}" for policy, count in policies.items())
+        visiting = len(step.choice.visiting)
+        streams = f"{self.units - self.living} stream through k={step.choice.k} places"
+        if visiting:
+            streams += f", and {visiting} of these are updated on the GPU while their state passes through"
+        return (
+            f"Of {self.units} units, {self.living} stay on the GPU with their optimizer state, {streams}. The CPU "
+            f"updates the others. Activations: {ways}."
+        )
+
+    def code(self) -> str:
+        """Return what to type in Python: only arguments that are not the default."""
+        given = self.given
+        of_strategy = _typed(given, _OF_STRATEGY)
+        strategy = f"SuperpipelineStrategy({', '.join(of_strategy)})" if of_strategy else "'superpipeline'"
+        of_trainer = [f"strategy={strategy}", f"precision={given.precision!r}", *_typed(given, _OF_TRAINER)]
         optimizer = f"torch.optim.{given.optimizer}(model.parameters())"
         if given.moments is not None:
             optimizer = f"sp_lightning.optim.{given.optimizer}(model.parameters(), moments={given.moments!r})"
-        return (
-            f"k {choice.k}, {ways}; {len(choice.living)} live on the device, with their state, and "
-            f"{len(choice.visiting)} visit it to be stepped there; the host steps the others.\n"
-            f"Fits in every step: {readable_bytes(step.device_bytes)} of "
-            f"{readable_bytes(given.device_bytes)} on the device; {readable_bytes(step.host_bytes)} on "
-            f"the host, which has {readable_bytes(given.host_bytes)}, {readable_bytes(OF_SYSTEM)} of "
-            "them for the system.\n"
-            f"A step takes {readable_seconds(step.seconds)}: {speed:,.0f} tokens/s, "
-            f"{1e6 / speed / 3600:.2g} hours for a million tokens, with\n"
-            f"{optimizer}\n"
-            f"Trainer(strategy={strategy}, precision={given.precision!r}, "
-            f"gradient_clip_val={given.gradient_clip_val}, "
-            f"accumulate_grad_batches={given.accumulate}, devices={given.devices})"
-        )
+        lines = [optimizer, f"Trainer({', '.join(of_trainer)})"]
+        if self.has_logits and given.loss == "chunked":
+            lines.insert(0, "sp_lightning.loss_in_slices(model)")
+        return "\n".join(f"    {line}" for line in lines)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Whether a model can be trained, and the predicted cost of that. The last lines of `str()` are the answer."""
+    """Whether a model can be trained, and the predicted cost of that. The first lines of `str()` are the answer."""
 
-    title: str  # the model's name, and its sizes
+    title: str  # the model's name, and the machine's
+    sizes: str
     rows: Sequence[Row]  # as it is asked for, then with more compact moments
+    # if nothing fits, changes with which it does: each has been planned
+    remedies: Sequence[tuple[str, Row]] = ()
 
     @property
     def best(self) -> Row:
@@ -87,8 +167,33 @@ class Report:
         return next((row for row in self.rows if row.step is not None), self.rows[-1])
 
     def __str__(self) -> str:
-        assumed = textwrap.wrap(str(self.rows[0].given), 110)
-        return "\n".join([self.title, *assumed, "", _HEAD, *map(str, self.rows), "", self.best.answer()])
+        table = [_HEAD, *map(str, self.rows)]
+        assumed = textwrap.fill(f"Assumed: {self.rows[0].given}", _WIDTH)
+        parts = [self.answer(), f"{self.sizes}\n{assumed}", "\n".join(table)]
+        if self.best.step is not None:
+            parts.append(f"{textwrap.fill(self.best.choice(), _WIDTH)}\n\nType:\n{self.best.code()}")
+        return "\n\n".join(parts)
+
+    def answer(self) -> str:
+        """Return the answer in one sentence, then how fast it is, or what would help."""
+        best, step = self.best, self.best.step
+        if step is None:
+            assert best.error is not None
+            helps = [
+                f"It fits {change}, with {row.given.optimizer_words} in {row.given.precision}: {row.memory}; "
+                f"{row.speed} tokens/s."
+                for change, row in self.remedies
+            ]
+            return "\n".join([f"{self.title} does not fit: {best.missing}, mostly for {best.error.most}.", *helps])
+        given = best.given
+        slow, fast = best.tokens_per_second
+        hours = number_range(*(1e6 / speed / 3600 for speed in (fast, slow)))
+        return (
+            f"{self.title} fits with {given.optimizer_words} in {given.precision}, in every step: {best.memory}.\n"
+            f"It trains {best.speed} tokens/s, a million in {hours} hours; a step of {given.tokens_in_step:,} tokens "
+            f"takes {readable_seconds(step.seconds)}{' at most' if best.at_best else ''}, limited by "
+            f"{_BOTTLENECKS[step.bottleneck]}."
+        )
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -100,32 +205,108 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     Args:
         module: The model. It is neither changed nor called.
         assumptions: About the device, the host, the precision, the optimizer, and the size of a step.
-        title: Name of the model in the table; by default, the name of its class.
+        title: Name of the model in the answer; by default, the name of its class.
 
     Raises:
-        ValueError: If the model has no parameters, or `units` or `resident` do not fit it.
+        ValueError: If the model has no parameters, or some without a shape; or if `units` or `resident` do not fit it.
 
     Examples:
         >>> print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
     """
     given = assumptions or Assumptions()
     title = title or type(module).__name__
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} of {title} has no shape yet (a lazy module). Run one forward on example data "
+                "before the model is planned."
+            )
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if not parameters:
         raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
-    rows = []
-    for way in ladder(given):
-        workload, machine = estimate(module, way)
-        budget = int(SHARE_OF_FREE_MEMORY * way.device_bytes)
-        try:
-            step = choose(workload, machine, budget, host_budget=way.host_bytes - OF_SYSTEM)
-        except TooLittleMemory as error:
-            rows.append(Row(way, None, str(error)))
+    rows = [plan_row(module, way) for way in ladder(given)]
+    remedies: list[tuple[str, Row]] = []
+    if all(row.step is None for row in rows):
+        remedies = [*_remedies(module, rows[0], rows[-1])]
+    return Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
+
+
+def plan_row(module: nn.Module, given: Assumptions) -> Row:
+    """Plan one way to train, at the device's lowest speed and, if that is known, at its best."""
+    workload, machine = estimate(module, given)
+    budget = int(SHARE_OF_FREE_MEMORY * given.device_bytes)
+    host_budget = given.host_bytes - OF_SYSTEM
+    row = Row(given, None, units=len(workload.units), has_logits=workload.turn_bytes > 0)
+    try:
+        step = choose(workload, machine, budget, host_budget=host_budget)
+    except TooLittleMemory as error:
+        return replace(row, error=error)
+    at_best = None
+    if given.compute_at_best is not None:
+        faster, _ = estimate(module, replace(given, compute=given.compute_at_best))
+        at_best = choose(faster, machine, budget, host_budget=host_budget)
+    # before there is a plan, nothing lives on the device
+    most = max(step.host_bytes, first_host_bytes(workload))
+    return replace(row, step=replace(step, host_bytes=most), at_best=at_best)
+
+
+def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
+    """Yield a change of what was asked for with which it fits, if there is one, and a machine on which it fits."""
+    for change, given in _changes(first, last):
+        row = plan_row(module, given)
+        if row.step is not None:
+            yield change, row
+            break
+    row, needed = last, last.given
+    while row.error is not None:
+        if row.error.place == "host":
+            needed = replace(needed, host_memory=row.needed_bytes)
         else:
-            # before there is a plan, nothing lives on the device
-            most = max(step.host_bytes, first_host_bytes(workload))
-            rows.append(Row(way, replace(step, host_bytes=most)))
-    return Report(f"{title}: {parameters:,} parameters in {len(workload.units)} units", rows)
+            needed = replace(needed, device_memory=row.needed_bytes)
+        row = plan_row(module, needed)
+    memory = f"{readable_bytes(needed.device_bytes)} of GPU memory and {readable_bytes(needed.host_bytes)} of RAM"
+    yield f"on a machine with {memory}", row
+
+
+def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
+    """Yield changes that may make it fit, the smallest first."""
+    given = last.given
+    assert last.error is not None
+    if last.error.place == "device":
+        if given.loss == "whole" and last.has_logits:
+            yield "with `loss_in_slices(model)` (`--loss chunked`)", replace(given, loss="chunked")
+        if given.activations != "auto":
+            yield "with `activations='auto'`", replace(given, activations="auto")
+        batch = given.tokens
+        while batch % 2 == 0 and batch > given.length:
+            batch //= 2
+            many = given.accumulate * given.tokens // batch
+            yield (
+                f"in batches of {batch:,} tokens, {many} of them in a step (`--tokens {batch} --accumulate {many}`)",
+                replace(given, tokens=batch, accumulate=many),
+            )
+    elif given.accumulate > 1:
+        batch = given.tokens * given.accumulate
+        yield (
+            f"in one batch of {batch:,} tokens instead of {given.accumulate}",
+            replace(given, tokens=batch, accumulate=1),
+        )
+    if last.error.place == "host" and given.gradient_clip_val is not None:
+        yield "without clipping", replace(given, gradient_clip_val=None)
+    if given.lora is None:
+        yield f"with LoRA on a frozen base (`--lora {_RANK}`)", replace(first.given, lora=_RANK)
+
+
+def _typed(given: Assumptions, usual: Mapping[str, tuple[str, object]]) -> list[str]:
+    """Return the arguments that are not as usual, as they are typed."""
+    values = {argument: getattr(given, field) for argument, (field, _) in usual.items()}
+    return [f"{name}={value!r}" for name, value in values.items() if value != usual[name][1]]
+
+
+def number_range(low: float, high: float) -> str:
+    """Format two numbers, or one where they look alike: whole ones with commas, small ones with two digits."""
+    texts = [f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in (low, high)]
+    return " to ".join(dict.fromkeys(texts))
 
 
 def readable_seconds(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.optimizers import AdamW
 from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
 from sp_lightning.trainer import FabricNamespace, Namespace
 
-# options of torch's optimizers that work on some devices only
-_ON_META = {"fused": False, "foreach": False, "capturable": False}
 # the part of all gradients that lies on the host at once, if each is stepped as it comes
 _PASSING = 0.2
 
@@ -174,26 +172,8 @@ def _state_bytes(optimizer: Optimizer) -> int:
         return sum(optimizer.state_bytes(group) for group in optimizer.param_groups)
     if not type(optimizer).__module__.startswith("torch.optim"):
         return 0  # the code of a user's own class may do anything in a step
-    groups = [{**group, **_ON_META, "params": _on_meta(group)} for group in optimizer.param_groups]
-    for group in groups:
-        group.pop("param_names", None)
-    make_optimizer: Any = type(optimizer)
-    try:
-        twin = make_optimizer(groups)
-        with torch.no_grad():
-            inspect.unwrap(type(twin).step)(twin)  # without global hooks, which are for real steps
-    except Exception:
-        return 0  # it needs a closure, or looks at numbers
-    values = [value for state in twin.state.values() for value in state.values()]
-    return _nbytes([value for value in values if isinstance(value, Tensor)])
-
-
-def _on_meta(group: dict[str, Any]) -> list[Tensor]:
-    """Return weights like those of a group that are trained, with gradients, on the meta device."""
-    weights = [torch.empty_like(weight, device="meta") for weight in _trained(group)]
-    for weight in weights:
-        weight.grad = torch.empty_like(weight)
-    return weights
+    groups = [{**group, "params": _trained(group)} for group in optimizer.param_groups]
+    return _nbytes(state_after_dry_step(type(optimizer), groups) or [])
 
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:

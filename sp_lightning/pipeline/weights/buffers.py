@@ -18,9 +18,10 @@ from sp_lightning.pipeline.processes.box import SharedMemory
 
 # bytes; the strictest that kernels and quantized formats require of a tensor's address
 ALIGNMENT = 256
-# Linux's MADV_WIPEONFORK and MADV_KEEPONFORK, for which Python has no names
+# Linux's MADV_WIPEONFORK and MADV_KEEPONFORK; Python has no names for them
 _WIPE_ON_FORK = 18
 _KEEP_ON_FORK = 19
+_HUGE_PAGES = 14  # MADV_HUGEPAGE
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -67,7 +68,7 @@ def _map_pages(nbytes: int) -> mmap.mmap:
 
 def _advise(pages: mmap.mmap, advice: int) -> None:
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel older than the advice
+        with contextlib.suppress(OSError):  # this kernel does not know the advice
             pages.madvise(advice)
 
 
@@ -89,6 +90,9 @@ class HostBuffer:
         elif memory is None:
             pages = _map_pages(max(nbytes, 1))
             if backend.device.type != "cpu":
+                # The driver pins page by page: pages of 2 MiB are 512 times fewer. Memory that is in use already would
+                # have to be copied, so this comes before the first write.
+                _advise(pages, _HUGE_PAGES)
                 _advise(pages, _WIPE_ON_FORK)
                 self._wiped = pages
             with torch.inference_mode(False):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,3 +38,29 @@ def shares_nothing_with_a_device() -> None:
 def test_forked_processes_share_nothing_with_a_device() -> None:
     """Beside an accelerator, a shared page would be copied behind its back."""
     in_processes([shares_nothing_with_a_device], count=1)
+
+
+def flags_of(address: int) -> list[str]:
+    """What Linux notes about the mapping that has an address."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_huge_pages_are_asked_for_before_memory_is_pinned() -> None:
+    """Pinning locks page by page, and a page that is locked stays as small as it is."""
+    when_pinned = []
+
+    def pin(memory: Tensor) -> bool:
+        when_pinned.append(flags_of(memory.data_ptr()))
+        return True
+
+    backend: Any = SimpleNamespace(device=torch.device("cuda"), pins=True, pin=pin, unpin=lambda _: None)
+    buffer = HostBuffer(1 << 22, backend, pin=True)
+    assert ["hg" in flags for flags in when_pinned] == [True]
+    buffer.release()

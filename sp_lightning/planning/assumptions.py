@@ -1,0 +1,228 @@
+"""What `sp-lightning plan` assumes of a machine and of a training, and the optimizer's state that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sp_lightning.optim.dry_step import state_after_dry_step
+from sp_lightning.optim.layout import GROUP
+from sp_lightning.pipeline.host_memory import total_host_memory
+from sp_lightning.pipeline.optimizer.kinds import STEP_BY_WEIGHT
+from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, parse_bytes
+from sp_lightning.pipeline.stats import readable_bytes
+
+Precision: TypeAlias = Literal[
+    "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "32", "bf16", "16"
+]  # fmt: skip
+Moments: TypeAlias = Literal["fp32", "int8"]
+Loss: TypeAlias = Literal["chunked", "whole"]
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name: kind
+    for name, kind in sorted(vars(torch.optim).items())
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+"""The optimizers of this torch, by name."""
+
+COMPACT = ("AdamW", "Adam")
+"""Optimizers that `sp_lightning.optim` has, too."""
+
+OF_SYSTEM = 6 * 2**30
+"""Bytes of host memory for the system and for data."""
+
+_MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
+# in full
+_PRECISIONS: dict[str, Precision] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+_KNOWN: dict[str, tuple[object, ...]] = {
+    "precision": get_args(Precision),
+    "activations": get_args(ActivationPolicy),
+    "optimizer_on": get_args(OptimizerPlace),
+    "moments": (None, *get_args(Moments)),
+    "loss": get_args(Loss),
+}
+# if the user gives none, and there is no device
+_DEVICE_MEMORY, _HOST_MEMORY = 24 * 2**30, 64 * 2**30
+_LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Assumptions about machine and training, for a plan without measurements.
+
+    Args:
+        device_memory: Device memory, of which a step may take 90 %: bytes, or text such as "24GiB". None asks the
+            device, and is 24 GiB where there is none.
+        host_memory: Host memory, of which 6 GiB are for the system and for data. None asks the machine if it has a
+            device, and is 64 GiB else.
+        link: Bandwidth of copies to the device, and of those to the host, in GB/s. Both at once reach 85 % of the sum.
+        compute: Speed that the device reaches on such a model at least, in TFLOP/s. Everything is chosen for it.
+        compute_at_best: Speed that it reaches at best, in TFLOP/s, for the upper end of tokens per second. None is
+            `compute`.
+        host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
+        memory_bandwidth: Bandwidth of host memory for all that asks for it at once, cores and copies, in GB/s. None is
+            half as much again as `host_bandwidth`.
+        precision: The Trainer's `precision`.
+        accumulate: The Trainer's `accumulate_grad_batches`.
+        gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
+            0 does not clip, as in the Trainer.
+        optimizer: Name of the optimizer's class in `torch.optim`.
+        moments: How an optimizer of `sp_lightning.optim` keeps moments. None for torch's optimizers.
+        activations: The strategy's `activations`.
+        units: The strategy's `units`: names of module classes. None finds units automatically.
+        resident: The strategy's `resident`.
+        optimizer_on: The strategy's `optimizer_on`.
+        tokens: Number of tokens (or patches) in a batch: how often each weight matrix is applied, on each device.
+        length: Number of tokens in a row, each of which attention compares with all others.
+        loss: Whether a language model's loss does without all logits at once, as with `loss_in_slices`.
+        lora: Rank of adapters on all linear layers but the head, on a frozen base. None trains all weights.
+        devices: Devices of the machine, which share its memory and what can be read of it in a second.
+
+    Raises:
+        ValueError: If a value is not above zero, or not one of the known ones.
+    """
+
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    link: float = 25.0
+    compute: float = 80.0
+    compute_at_best: float | None = None
+    host_bandwidth: float = 60.0
+    memory_bandwidth: float | None = None
+    precision: Precision = "bf16-mixed"
+    gradient_clip_val: float | None = None
+    accumulate: int = 1
+    optimizer: str = "AdamW"
+    moments: Moments | None = None
+    activations: ActivationPolicy = "auto"
+    units: str | Sequence[str] | None = None
+    resident: Sequence[str] = ()
+    optimizer_on: OptimizerPlace = "auto"
+    tokens: int = 2048
+    length: int = 2048
+    loss: Loss = "chunked"
+    lora: int | None = None
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", _PRECISIONS.get(self.precision, self.precision))
+        names = {name.casefold(): name for name in OPTIMIZERS}
+        object.__setattr__(self, "optimizer", names.get(self.optimizer.casefold(), self.optimizer))
+        if self.gradient_clip_val == 0:
+            object.__setattr__(self, "gradient_clip_val", None)
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not value > 0:
+                raise ValueError(f"`{name}={value}` must be above zero.")
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
+        if self.moments is not None and self.optimizer not in COMPACT:
+            raise ValueError(f"`moments` is for {' and '.join(COMPACT)}, not `optimizer={self.optimizer!r}`.")
+        _check_optimizer(self.optimizer)
+        for name, nbytes in {"device_memory": self.device_bytes, "host_memory": self.host_bytes}.items():
+            if nbytes < _LEAST_MEMORY:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
+
+    def __str__(self) -> str:
+        speed = f"{self.compute:.0f}"
+        if self.compute_at_best is not None:
+            speed += f" to {self.compute_at_best:.0f}"
+        devices = "a GPU" if self.devices == 1 else f"{self.devices} GPUs, each"
+        rows = f" in rows of {self.length:,}" if self.length < self.tokens else ""
+        trained = "" if self.lora is None else f"LoRA of rank {self.lora}, "
+        clipped = "not clipped" if self.gradient_clip_val is None else "clipped by norm"
+        batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
+        return (
+            f"{devices} with {readable_bytes(self.device_bytes)}, {speed} TFLOP/s and {self.link:g} GB/s each way; "
+            f"{readable_bytes(self.host_bytes)} of RAM at {self.host_bandwidth:g} GB/s, "
+            f"{readable_bytes(OF_SYSTEM)} of it for the system; "
+            f"{trained}{self.tokens:,} tokens in a batch{rows}{batches}, gradients {clipped}."
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory; 0 if `device_memory` is not an amount."""
+        has_gpu = torch.cuda.is_available()
+        found = torch.cuda.get_device_properties(0).total_memory if has_gpu else _DEVICE_MEMORY
+        return _bytes_of(self.device_memory, int(found))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory; 0 if `host_memory` is not an amount."""
+        found = total_host_memory() if torch.cuda.is_available() else None
+        return _bytes_of(self.host_memory, found or _HOST_MEMORY)
+
+    @property
+    def tokens_in_step(self) -> int:
+        """Tokens of a step of the optimizer, on all devices."""
+        return self.tokens * self.accumulate * self.devices
+
+    @property
+    def optimizer_words(self) -> str:
+        """The optimizer, and how it keeps moments."""
+        return self.optimizer if self.moments is None else f"{self.optimizer}(moments={self.moments!r})"
+
+    @property
+    def steps_by_weight(self) -> bool:
+        """Whether the optimizer treats each weight by itself, as it has to where weights live on the device."""
+        return OPTIMIZERS[self.optimizer] in STEP_BY_WEIGHT
+
+    def state_bytes(self, weights: Iterable[Tensor]) -> int:
+        """Return what the optimizer keeps for trained weights; numbers that are there once for a weight do not count.
+
+        What it refuses, as Muon does vectors, is taken to be another's: AdamW's.
+        """
+        if self.moments is not None:
+            low = 2.0 if self.precision == "bf16-true" else 0.0  # what bf16 has not of a number
+            of_moments = 2 * _MOMENT_BYTES[self.moments]
+            return int(sum(weight.numel() for weight in weights) * (low + of_moments))
+        nbytes = 0
+        for weight in weights:
+            like = tuple(weight.shape), weight.dtype
+            of_weight = _state_bytes(self.optimizer, *like)
+            nbytes += (_state_bytes("AdamW", *like) or 0) if of_weight is None else of_weight
+        return nbytes
+
+
+@lru_cache(maxsize=4096)  # a model has few shapes
+def _state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """Return the bytes of an optimizer's state for a weight; None if its step takes no such weight."""
+    weight = torch.empty(shape, dtype=dtype, device="meta")
+    state = state_after_dry_step(OPTIMIZERS[optimizer], [{"params": [weight]}])
+    return None if state is None else sum(value.nbytes for value in state if value.dim())
+
+
+def _check_optimizer(name: str) -> None:
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"`optimizer={name!r}` is not in torch {torch.__version__}, which has {', '.join(OPTIMIZERS)}."
+        )
+    if _state_bytes(name, (2, 2), torch.float32) is None:
+        raise ValueError(
+            f"`optimizer={name!r}` cannot be planned: its step takes a closure, or sparse gradients. Plan with another "
+            "one that keeps as much state."
+        )
+
+
+def _bytes_of(memory: int | str | None, otherwise: int) -> int:
+    try:
+        return otherwise if memory is None else parse_bytes(memory, device_bytes=None) or 0
+    except ValueError:
+        return 0
+
+
+def ladder(given: Assumptions) -> Iterator[Assumptions]:
+    """Yield the ways to keep moments: what is given, then those of `sp_lightning.optim`, if torch's is.
+
+    Each takes less host memory than the one before it.
+    """
+    yield given
+    if given.optimizer in COMPACT and given.moments is None:
+        for moments in get_args(Moments):
+            yield replace(given, precision="bf16-true", moments=moments)

@@ -1,0 +1,34 @@
+"""The planned figures of the pages: all of one run of plan_machines.py, and those of the planner as it is now."""
+
+from __future__ import annotations
+
+import json
+
+import plan_machines
+import pytest
+import replay
+
+FIGURES = json.loads(plan_machines.FILE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", plan_machines.PAGES, ids=lambda page: page.name)
+def test_pages_have_the_figures_that_were_planned(page):
+    """Else `python examples/benchmarks/plan_machines.py --pages` writes them."""
+    text = page.read_text(encoding="utf-8")
+    assert plan_machines.with_figures(text, FIGURES) == text
+
+
+def test_each_figure_is_on_a_page():
+    texts = [page.read_text(encoding="utf-8") for page in plan_machines.PAGES]
+    places = {place[2] for text in texts for place in plan_machines.PLACE.finditer(text)}
+    assert places == plan_machines.FIGURES.keys()
+
+
+def test_figures_are_those_of_the_planner():
+    """Some of them. If they differ, `python examples/benchmarks/plan_machines.py` plans all again, in minutes."""
+    for number, column in ((0, 0), (3, 2), (10, 6)):
+        (cell,) = plan_machines.plan_machine(number, [plan_machines.MODELS[column]])
+        assert FIGURES["machines"][number][column] == cell
+    assert FIGURES["users"][1] == plan_machines.plan_user(1)
+    for number in (-1, 18):
+        assert FIGURES["replay"][number] == [round(speed) for speed in replay.predicted(replay.RUNS[number])]
