@@ -613,7 +613,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
 
 @pytest.mark.parametrize("room", [0, 100_000, 10**9])
 @pytest.mark.parametrize("name", ["gpt2-tied", "stochastic-depth", "two-graphs"])
-@pytest.mark.filterwarnings("ignore:Superpipeline. .* is too little")
+@pytest.mark.filterwarnings("ignore:superpipeline. .* are available")
 def test_choosing_is_exact(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While units are measured, and whatever is chosen then."""
     with_room(monkeypatch, room)
