@@ -299,7 +299,14 @@ def family_of(model: str | None) -> Family:
         raise ValueError(f"the model {model} needs what is not installed: pip install {' '.join(missing)}")
     import diffusers
 
-    _, kind = diffusers.DiffusionPipeline.load_config(model).get("transformer", (None, None))
-    if kind not in FAMILIES:
-        raise ValueError(f"{model} has the transformer {kind}: this recipe knows {', '.join(FAMILIES)}")
-    return FAMILIES[kind](model)
+    parts = diffusers.DiffusionPipeline.load_config(model)
+    _, kind = parts.get("transformer", (None, None))
+    if kind in FAMILIES:
+        return FAMILIES[kind](model)
+    known = f"this recipe trains the transformers of FLUX.1, Stable Diffusion 3, PixArt and Wan ({', '.join(FAMILIES)})"
+    if "unet" in parts:
+        raise ValueError(
+            f"{model} has a UNet, as SDXL and Stable Diffusion 1 and 2 do. These are small enough for most GPUs, and "
+            f"diffusers has scripts that train them; {known}"
+        )
+    raise ValueError(f"{model} has the transformer {kind}: {known}")

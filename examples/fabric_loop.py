@@ -20,6 +20,7 @@ import torch
 from finetune_lm import MODEL_OPTIONS, CausalLM, TextData, add_model_and_text, check_sizes
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
+from training import say_what_is_saved
 
 from sp_lightning.fabric import SuperpipelineStrategy
 
@@ -67,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--save", type=recipe.new_file, metavar="FILE", help="where to save the model and its optimizer in the end"
     )
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="text")
     check_sizes(parser, options)
     if options.strategy != "auto":
         options.strategy = SuperpipelineStrategy(**recipe.streaming(options))
@@ -84,10 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         precision=options.precision,
     )
     fabric.launch()
+    say_what_is_saved(options)
     start = time.perf_counter()
     losses = train(fabric, options)
     seconds = time.perf_counter() - start
     fabric.print(f"Loss: first {losses[0]:.4f}, last {losses[-1]:.4f} ({len(losses)} steps in {seconds:.1f} s)")
+    if options.save is not None:
+        fabric.print(f"Checkpoint in {options.save}")
     return 0
 
 

@@ -5,9 +5,11 @@ covers what the assistant says. After each epoch, the model answers questions fr
 
     python examples/finetune_chat.py                    # a tiny random model learns what some of HTTP's errors mean
     python examples/finetune_chat.py --model Qwen/Qwen2.5-7B-Instruct --chats chats.jsonl --length 1024 \
-        --precision bf16-true --optimizer int8          # with 6 bytes a parameter instead of 16
+        --precision bf16-true --optimizer int8 --save mine      # with 6 bytes a parameter instead of 16
     python examples/finetune_chat.py --model Qwen/Qwen2.5-32B-Instruct --chats chats.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
+    python examples/finetune_chat.py --model Qwen/Qwen3-30B-A3B --chats chats.jsonl --length 2048 \
+        --train lora --dtype bfloat16 --save-adapters mine      # a mixture of experts: adapters on its attention
 
 Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub, or
 a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For a night, add `--clip 1 --accumulate 8
@@ -28,11 +30,12 @@ import recipe
 from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats, split
 from data_files import Skipped
 from finetune_lm import MODEL_OPTIONS, CausalLM, add_model, add_optimizer, check_optimizer, check_sizes, make_tokenizer
-from long_runs import Loader, for_trainer, for_validation
+from long_runs import Loader, for_validation
 from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save_adapters
 from offline import chats_about_http
 from torch import Tensor
 from torch.utils.data import DataLoader
+from training import Pace, train
 from transformers import PreTrainedTokenizerBase
 
 CHAT_OPTIONS = [*MODEL_OPTIONS, "optimizer", "train", "rank", "alpha"]
@@ -59,6 +62,7 @@ class ChatLM(CausalLM):
         train: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on a base of 4 bits.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
         answer_tokens: Length at which an answer in validation ends, at the latest.
 
     """
@@ -76,10 +80,12 @@ class ChatLM(CausalLM):
         train: Literal["full", "lora", "qlora"] = "full",
         rank: int = 8,
         alpha: float = 16,
+        experts: int = 0,
         answer_tokens: int = 64,
     ) -> None:
         check_train(train, model)
-        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        is_rounded = train == "qlora"
+        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, is_rounded, experts)
         kinds = {"conv", "linear_attention"}.intersection(getattr(self.model.config, "layer_types", None) or [])
         if kinds or not self.model.is_backend_compatible():
             raise ValueError(f"{type(self.model).__name__} does not tell apart the chats in a row")
@@ -242,7 +248,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_optimizer(parser)
     add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="chats", best=("val_loss", "min"))
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)
@@ -257,20 +263,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)
         model = ChatLM(**{name: getattr(options, name) for name in CHAT_OPTIONS})
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+
+    def save_results(trainer: L.Trainer) -> None:
+        if options.save_adapters is not None and trainer.is_global_zero:
+            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
+        if options.save is not None and trainer.is_global_zero:
+            save(model, data.tokenizer, options.save)
+
+    train(
+        options,
+        model,
+        data,
+        callbacks=[PrintAnswers()],
+        pace=Pace(lambda batch: batch["tokens"].numel()),
+        save=save_results,
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
-        callbacks=[losses, PrintAnswers(), *options.callbacks],
-        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data, ckpt_path=options.resume)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    if options.save is not None and trainer.is_global_zero:
-        save(model, data.tokenizer, options.save)
-    recipe.say(losses)
     return 0
 
 

@@ -4,7 +4,7 @@ Captions and images are encoded once, before training, by text encoders that str
 epoch, the model draws a grid of images, one column for each prompt.
 
     python examples/finetune_diffusion.py       # a tiny transformer learns to draw digits from noise
-    python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 --rows 1 \
+    python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 \
         --train qlora --dtype bfloat16 --batch-size 1 --accumulate 4 --save-every 100 --resume --save-adapters mine \
         # `pip install diffusers accelerate bitsandbytes`; `--train lora` has a base of 16 bits
 
@@ -30,12 +30,12 @@ import torch
 from captioned_images import CaptionedImages
 from diffusion_models import family_of
 from finetune_lm import OPTIMIZERS, add_optimizer, check_optimizer
-from long_runs import for_trainer
 from lora_lm import adapter_weights, add_adapters, add_rank, check_adapters, merge_adapters, quantize
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.utils import save_image
+from training import Pace, train
 
 MODEL_OPTIONS = ["model", "objective", "train", "rank", "alpha", "lr", "dtype", "optimizer", "denoising", "guidance"]
 DATA_OPTIONS = ["images", "model", "side", "prompts", "rows", "batch_size", "output"]
@@ -248,7 +248,7 @@ def save_adapters(module: DiffusionModel, folder: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
-    recipe.add_training(parser, epochs=8, batch_size=64, lr=4e-3, lr_by_size=True)
+    recipe.add_training(parser, epochs=8, batch_size=None, lr=4e-3, lr_by_size=True)
     recipe.add_night(parser, "samples")
     parser.add_argument("--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, SD3, PixArt, Wan")
     parser.add_argument("--objective", choices=["flow", "noise"], help="what is predicted (default: as the model was)")
@@ -256,7 +256,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--images", type=recipe.folder, metavar="FOLDER", help="images with captions")
     parser.add_argument("--side", type=recipe.positive, help="pixels (default: 512, or 12 without --model)")
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="what to draw (default: the first captions)")
-    parser.add_argument("--rows", type=recipe.positive, default=4, help="images of each (default: %(default)s)")
+    parser.add_argument("--rows", type=recipe.positive, help="images of each (default: 4, or 1 with --model)")
     parser.add_argument("--denoising", type=recipe.positive, default=16, help="steps to draw (default: %(default)s)")
     parser.add_argument(
         "--guidance", type=recipe.amount, help="of what is drawn (default: what is usual for the model)"
@@ -264,7 +264,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write the transformer")
     add_optimizer(parser)
     add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="images")
+    is_large = options.model is not None
+    options.batch_size = options.batch_size or (1 if is_large else 64)
+    options.rows = options.rows or (1 if is_large else 4)
     check_optimizer(parser, options)
     check_adapters(parser, options)
     if options.save and options.model is None:
@@ -281,20 +284,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with recipe.one_line():
         data = CaptionedImages(**{name: getattr(options, name) for name in DATA_OPTIONS})
         model = DiffusionModel(**{name: getattr(options, name) for name in MODEL_OPTIONS})
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+
+    def save_results(trainer: L.Trainer) -> None:
+        if options.save_adapters is not None and trainer.is_global_zero:
+            save_adapters(model, options.save_adapters)
+        if options.save is not None and trainer.is_global_zero:
+            save(model, options.save)
+
+    train(
+        options,
+        model,
+        data,
+        callbacks=[SaveSamples()],
+        pace=Pace(lambda batch: len(batch["latents"]), "images"),
+        save=save_results,
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
-        callbacks=[losses, SaveSamples(), *options.callbacks],
-        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data, ckpt_path=options.resume)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model, options.save_adapters)
-    if options.save is not None and trainer.is_global_zero:
-        save(model, options.save)
-    recipe.say(losses)
     return 0
 
 

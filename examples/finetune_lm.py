@@ -16,7 +16,7 @@ host memory and stream them through the device, a few blocks at a time:
     python examples/finetune_lm.py --save-every 500 --resume                # goes on where it was stopped, if it was
 
 Without `--text`, it learns Python's own reference manual, which ships with every CPython, so nothing is downloaded.
-`--save` writes an ordinary Lightning checkpoint, from which `generate.py` and `lora_lm.py` can continue.
+`--save` writes an ordinary Lightning checkpoint, from which `lora_lm.py` can continue.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from typing import Any
 import lightning as L
 import recipe
 import torch
-from long_runs import Loader, for_trainer, for_validation
+from long_runs import Loader, for_validation
 from offline import read_text
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from training import Pace, train
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -43,11 +44,13 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import sp_lightning
 
-MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "lr", "dtype", "weights"]
+MODEL_OPTIONS = ["model", "layers", "hidden", "heads", "experts", "lr", "dtype", "weights"]
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, fused=True),  # the same kernel under every strategy
     "unfused": torch.optim.AdamW,  # Lightning clips nothing for a fused one under mixed precision
@@ -71,6 +74,7 @@ class CausalLM(L.LightningModule):
         weights: A checkpoint of this module, with the same sizes, to start from.
         optimizer: One of `OPTIMIZERS`: AdamW, by how it keeps masters and moments (docs/optimizers.md).
         four_bit: Load the hub model with 4-bit linear layers of bitsandbytes, as a frozen base of adapters.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
 
     """
 
@@ -88,27 +92,14 @@ class CausalLM(L.LightningModule):
         weights: str | None = None,
         optimizer: str = "adamw",
         four_bit: bool = False,
+        experts: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         if model is not None:
             self.model = load(model, getattr(torch, dtype), four_bit).train()
         else:
-            tokenizer = make_tokenizer(None)
-            config = LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=hidden,
-                intermediate_size=4 * hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                # transformers' default is meant for larger models; a small one learns slowly with it
-                initializer_range=hidden**-0.5,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            self.model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+            self.model = new_model(layers, hidden, heads, experts).to(getattr(torch, dtype))
         sp_lightning.loss_in_slices(self.model)  # without all logits in memory at once
         if weights is not None:
             try:
@@ -154,6 +145,28 @@ class CausalLM(L.LightningModule):
         """Leave the frozen base of adapters out of the checkpoint."""
         if not self.strict_loading:
             recipe.leave_out_frozen(self, checkpoint)
+
+
+def new_model(layers: int, hidden: int, heads: int, experts: int) -> PreTrainedModel:
+    """Return a model with random weights: like Llama, or like Qwen's mixtures of experts."""
+    tokenizer = make_tokenizer(None)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        # transformers' default is meant for larger models; a small one learns slowly with it
+        "initializer_range": hidden**-0.5,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if experts:
+        sizes |= {"num_experts": experts, "num_experts_per_tok": min(2, experts), "moe_intermediate_size": hidden}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=hidden // heads))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def load(model: str, dtype: torch.dtype, four_bit: bool) -> PreTrainedModel:
@@ -244,7 +257,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model_and_text(parser)
     parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     add_optimizer(parser)
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="text", best=("val_loss", "min"), always_validates=False)
     check_sizes(parser, options)
     check_optimizer(parser, options)
     return options
@@ -285,6 +298,9 @@ def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         data.add_argument(
             f"--{name}", type=recipe.positive, default=size, help=f"{what}, without --model (default: %(default)s)"
         )
+    data.add_argument(
+        "--experts", type=recipe.whole, default=0, help="experts in a block, without --model (default: none)"
+    )
     return data
 
 
@@ -313,20 +329,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        max_steps=options.steps,
-        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
-        callbacks=[losses, *options.callbacks],
-        **for_trainer(options),
-    )
     with recipe.one_line():
         model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
-    recipe.fit(trainer, model, text_data(options), ckpt_path=options.resume)
-    if options.save is not None:
-        trainer.save_checkpoint(options.save)
-    recipe.say(losses)
+
+    def save(trainer: L.Trainer) -> None:
+        if options.save is not None:
+            trainer.save_checkpoint(options.save)
+
+    train(
+        options,
+        model,
+        text_data(options),
+        callbacks=[],
+        pace=Pace(lambda batch: batch[0].numel()),
+        save=save,
+        max_steps=options.steps,
+        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
+    )
     return 0
 
 

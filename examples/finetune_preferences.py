@@ -5,7 +5,7 @@ reference is the model as it was: without its adapters, or with `--train full` a
 
     python examples/finetune_preferences.py             # a tiny random model learns to answer in a friendly way
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-7B-Instruct --pairs pairs.jsonl --length 1024 \
-        --train full --precision bf16-true --optimizer int8   # 6 bytes a parameter, and 2 of the reference
+        --train full --precision bf16-true --optimizer int8 --save mine   # 6 bytes a parameter, 2 of the reference
     python examples/finetune_preferences.py --model Qwen/Qwen2.5-32B-Instruct --pairs pairs.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
 
@@ -37,13 +37,14 @@ from finetune_lm import (
     check_sizes,
     make_tokenizer,
 )
-from long_runs import Loader, for_trainer, for_validation
+from long_runs import Loader, for_validation
 from lora_lm import add_adapters, add_rank, check_adapters, save_adapters, without_adapters
 from offline import preferences_about_http
 from pairs import Pair, encode_pair, make_pair, read_pairs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from training import Pace, train
 from transformers import PreTrainedModel
 
 import sp_lightning
@@ -67,6 +68,7 @@ class PreferenceLM(CausalLM):
         train: `"full"` trains all weights, `"lora"` adapters, `"qlora"` adapters on a base of 4 bits.
         rank: Rank of the adapters.
         alpha: The adapters' output is scaled by `alpha / rank`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
         beta: Reward for each unit of log-probability that an answer gains over the reference.
 
     """
@@ -86,10 +88,12 @@ class PreferenceLM(CausalLM):
         train: Literal["full", "lora", "qlora"] = "lora",
         rank: int = 8,
         alpha: float = 16,
+        experts: int = 0,
         beta: float = 0.1,
     ) -> None:
         check_train(train, model)
-        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, train == "qlora")
+        is_rounded = train == "qlora"
+        super().__init__(model, layers, hidden, heads, lr, dtype, None, weights, optimizer, is_rounded, experts)
         if any(getattr(self.model.config, name, 1) != 1 for name in LOGIT_SCALES):
             raise ValueError(f"{model} scales its logits, which the loss of this recipe does not")
         self.model.eval()  # no dropout, which would tell the model and its reference apart
@@ -217,7 +221,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--beta", type=recipe.amount, default=0.1, help="reward of log-probability (default: %(default)s)"
     )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="pairs", best=("val_loss", "min"))
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)
@@ -232,19 +236,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_train(options.train, options.model)
         data = PreferenceData(options.pairs, options.model, options.batch_size, options.length)
         model = PreferenceLM(**{name: getattr(options, name) for name in PREFERENCE_OPTIONS})
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
+
+    def save_results(trainer: L.Trainer) -> None:
+        if options.save_adapters is not None and trainer.is_global_zero:
+            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
+        if options.save is not None and trainer.is_global_zero:
+            save(model, data.tokenizer, options.save)
+
+    train(
+        options,
+        model,
+        data,
+        callbacks=[PrintMargins()],
+        pace=Pace(lambda batch: batch["tokens"].numel()),
+        save=save_results,
         max_epochs=options.epochs,
-        callbacks=[losses, PrintMargins(), *options.callbacks],
-        **for_trainer(options),
     )
-    recipe.fit(trainer, model, data, ckpt_path=options.resume)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    if options.save is not None and trainer.is_global_zero:
-        save(model, data.tokenizer, options.save)
-    recipe.say(losses)
     return 0
 
 

@@ -2,11 +2,11 @@
 
     python examples/finetune_vision.py                       # a small ViT from transformers learns to read digits
     python examples/finetune_vision.py --model resnet        # a small ResNet from torchvision, with its BatchNorm
-    python examples/finetune_vision.py --model vit_h_14 --images FOLDER --side 518   # pretrained, from torchvision
-    python examples/finetune_vision.py --model google/vit-large-patch16-224 --images FOLDER --side 224
+    python examples/finetune_vision.py --model vit_h_14 --images FOLDER --side 518 --save mine.ckpt   # of torchvision
+    python examples/finetune_vision.py --model google/vit-large-patch16-224 --images FOLDER --side 224 --save mine.ckpt
 
 FOLDER contains the folders `train` and `val`, each with a folder of images for every class. Without it, Pillow draws
-digits to learn from, so nothing is downloaded.
+digits to learn from, so nothing is downloaded. `--save` writes an ordinary Lightning checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import lightning as L
 import recipe
 import torch
+from long_runs import Loader, for_validation
 from offline import WrittenNumbers
 from PIL.Image import Image
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import models, transforms
 from torchvision.datasets import ImageFolder
 from torchvision.models.resnet import BasicBlock, ResNet
+from training import Accuracy, Pace, train
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 # torchvision's weights were trained with these.
@@ -139,11 +141,11 @@ class Images(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
         """Return full batches in random order."""
-        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return Loader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
         """Return images that are not in the training set."""
-        return DataLoader(self.val, batch_size=self.batch_size)
+        return for_validation(self.val, self.batch_size)
 
     predict_dataloader = val_dataloader
 
@@ -170,40 +172,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=120, batch_size=32, lr=2e-3)
+    recipe.add_night(parser, "runs/finetune_vision")
     parser.add_argument(
         "--model", default="vit", metavar="NAME", help="vit, resnet, or a name of torchvision or the hub"
     )
     parser.add_argument("--images", type=recipe.folder, metavar="FOLDER", help="with train/CLASS/ and val/CLASS/")
     parser.add_argument("--side", type=recipe.positive, default=32, help="pixels (default: %(default)s)")
-    return recipe.parse(parser, arguments)
+    parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
+    return recipe.parse(parser, arguments, data="images", best=("val_accuracy", "max"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the accuracy before and after."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
+    with recipe.one_line():
+        data = Images(options.images, options.side, options.batch_size)
+        model = ImageClassifier(options.model, data.classes, options.lr)
+
+    def save(trainer: L.Trainer) -> None:
+        if options.save is not None:
+            trainer.save_checkpoint(options.save)
+
+    train(
+        options,
+        model,
+        data,
+        callbacks=[Accuracy("Accuracy")],
+        pace=Pace(lambda batch: len(batch[0]), "images"),
+        save=save,
         max_steps=options.steps,
-        val_check_interval=options.steps,  # once, at the end
+        val_check_interval=options.eval_every or options.steps,  # once, at the end
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[losses, *options.callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        num_sanity_val_steps=-1,
     )
-    data = Images(options.images, options.side, options.batch_size)
-    model = ImageClassifier(options.model, data.classes, options.lr)
-    (before,) = trainer.validate(model, data, verbose=False)
-    recipe.fit(trainer, model, data)
-    recipe.say(losses)
-    after = trainer.callback_metrics["val_accuracy"].item()
-    recipe.say(f"Accuracy: before {before['val_accuracy']:.0%}, after {after:.0%}")
     return 0
 
 

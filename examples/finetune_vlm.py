@@ -1,13 +1,15 @@
-"""Fine-tune a vision-language model, which answers questions about images, and need not fit on the device.
+r"""Fine-tune a vision-language model, which answers questions about images, and need not fit on the device.
 
 Images and questions go through the model's own processor and chat template; the loss covers only the answers' tokens.
 
     python examples/finetune_vlm.py             # a tiny LLaVA learns to read numbers from pictures
-    python examples/finetune_vlm.py --model HuggingFaceTB/SmolVLM-256M-Instruct --examples captions.jsonl
-    python examples/finetune_vlm.py --model Qwen/Qwen2-VL-7B-Instruct --examples captions.jsonl --freeze visual
+    python examples/finetune_vlm.py --model HuggingFaceTB/SmolVLM-256M-Instruct --examples captions.jsonl --save mine
+    python examples/finetune_vlm.py --model Qwen/Qwen2-VL-7B-Instruct --examples captions.jsonl --freeze visual \
+        --batch-size 4 --lr 1e-5 --save mine
 
 Each line of `captions.jsonl` is `{"image": "a.png", "text": "what to answer"}`; image paths are relative to that file.
-Without it, Pillow draws numbers to learn from, so nothing is downloaded.
+Without it, Pillow draws numbers to learn from, so nothing is downloaded. `--save` writes a folder for transformers'
+`from_pretrained`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import lightning as L
 import recipe
 import torch
 from data_files import Skipped
+from long_runs import Loader, for_validation
 from offline import WrittenNumbers, read_examples
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from training import Accuracy, Pace, train
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -195,11 +199,11 @@ class ImagesAndTexts(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return full batches in random order."""
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
+        return Loader(self.train, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return images that are not in the training set."""
-        return DataLoader(self.val, self.batch_size, collate_fn=self.collate)
+        return for_validation(self.val, self.batch_size, collate_fn=self.collate)
 
 
 def opened(image: Image.Image | Path) -> Image.Image:
@@ -211,6 +215,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=200, batch_size=32, lr=1e-3)
+    recipe.add_night(parser, "runs/finetune_vlm")
     parser.add_argument("--model", metavar="NAME", help="a vision-language model of the hub, with a chat template")
     parser.add_argument("--examples", type=recipe.examples, metavar="FILE", help="JSON lines with image and text")
     parser.add_argument("--question", default="Number?", help="question about each image (default: %(default)s)")
@@ -218,35 +223,35 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--digits", type=recipe.positive, default=1, help="digits of drawn numbers (default: %(default)s)"
     )
-    return recipe.parse(parser, arguments)
+    parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and processor")
+    return recipe.parse(parser, arguments, data="examples", best=("val_accuracy", "max"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the share of correct answers before and after."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
+    with recipe.one_line():
+        model = VisionLM(options.model, options.freeze, options.lr)
+        data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
+
+    def save(trainer: L.Trainer) -> None:
+        if options.save is not None and trainer.is_global_zero:
+            model.model.save_pretrained(options.save)
+            data.processor.save_pretrained(options.save)
+
+    train(
+        options,
+        model,
+        data,
+        callbacks=[Accuracy("Right answers")],
+        pace=Pace(lambda batch: batch["inputs"]["input_ids"].numel()),
+        save=save,
         max_steps=options.steps,
-        val_check_interval=options.steps,  # once, at the end
+        val_check_interval=options.eval_every or options.steps,  # once, at the end
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[losses, *options.callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        num_sanity_val_steps=-1,
     )
-    model = VisionLM(options.model, options.freeze, options.lr)
-    data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
-    (before,) = trainer.validate(model, data, verbose=False)
-    recipe.fit(trainer, model, data)
-    recipe.say(losses)
-    after = trainer.callback_metrics["val_accuracy"].item()
-    recipe.say(f"Right answers: before {before['val_accuracy']:.0%}, after {after:.0%}")
     return 0
 
 

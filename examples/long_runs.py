@@ -28,7 +28,7 @@ def for_trainer(options: argparse.Namespace) -> dict[str, Any]:
         "gradient_clip_val": options.clip,
         "accumulate_grad_batches": options.accumulate,
         "logger": logs(options.output),
-        "log_every_n_steps": 10,
+        "log_every_n_steps": options.log_every,
         "enable_checkpointing": options.save_every is not None,
         "enable_model_summary": False,
     }

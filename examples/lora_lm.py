@@ -32,9 +32,9 @@ from finetune_lm import (
     check_sizes,
     text_data,
 )
-from long_runs import for_trainer
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from training import Pace, train
 from transformers import PreTrainedModel
 
 LORA_OPTIONS = [*MODEL_OPTIONS, "rank", "alpha", "peft", "optimizer"]
@@ -69,15 +69,27 @@ class Adapted(nn.Module):
 
 
 def add_adapters(model: nn.Module, head: nn.Module, rank: int, alpha: float) -> None:
-    """Freeze a model, and add an adapter to each of its linear layers, 4-bit ones too, except the head."""
+    """Freeze a model, and add an adapter to each of its linear layers, 4-bit ones too, except the head.
+
+    Experts and their router stay as they are, as in most recipes for mixtures of experts: all tokens pass attention.
+    """
     model.requires_grad_(False)
     layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not is_of_experts(model, name)
     }
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layers to adapt: try peft, which knows other kinds")
     for name, layer in layers.items():
         model.set_submodule(name, Adapted(layer, rank, alpha))
+
+
+def is_of_experts(model: nn.Module, name: str) -> bool:
+    """Tell whether a module is one of several experts, or decides among them."""
+    parents = name.split(".")
+    outer = [model.get_submodule(".".join(parents[:depth])) for depth in range(len(parents))]
+    return any(hasattr(module, "experts") for module in outer)
 
 
 @contextmanager
@@ -169,6 +181,7 @@ class LoRALM(CausalLM):
         alpha: The adapters' output is scaled by `alpha / rank`.
         peft: Use the adapters of the `peft` package instead of those above.
         optimizer: One of `finetune_lm.OPTIMIZERS`.
+        experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
 
     """
 
@@ -186,8 +199,9 @@ class LoRALM(CausalLM):
         alpha: float = 16,
         peft: bool = False,
         optimizer: str = "adamw",
+        experts: int = 0,
     ) -> None:
-        super().__init__(model, layers, hidden, heads, lr, dtype, generation, weights, optimizer)
+        super().__init__(model, layers, hidden, heads, lr, dtype, generation, weights, optimizer, experts=experts)
         if peft:
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -226,7 +240,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     adapters.add_argument(
         "--save", type=recipe.new_file, metavar="FILE", help="write the adapters when training is over"
     )
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="text", best=("val_loss", "min"), always_validates=False)
     check_sizes(parser, options)
     check_optimizer(parser, options)
     if options.save_adapters and options.peft:
@@ -238,24 +252,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train the adapters, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
-    losses = recipe.Losses()
-    trainer = L.Trainer(
-        strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
-        max_steps=options.steps,
-        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
-        callbacks=[losses, *options.callbacks],
-        **for_trainer(options),
-    )
     with recipe.one_line():
         model = LoRALM(**{name: getattr(options, name) for name in LORA_OPTIONS})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")
-    recipe.fit(trainer, model, text_data(options), ckpt_path=options.resume)
-    if options.save is not None:
-        trainer.save_checkpoint(options.save)
-    if options.save_adapters is not None and trainer.is_global_zero:
-        save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-    recipe.say(losses)
+
+    def save(trainer: L.Trainer) -> None:
+        if options.save is not None:
+            trainer.save_checkpoint(options.save)
+        if options.save_adapters is not None and trainer.is_global_zero:
+            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
+
+    train(
+        options,
+        model,
+        text_data(options),
+        callbacks=[],
+        pace=Pace(lambda batch: batch[0].numel()),
+        save=save,
+        max_steps=options.steps,
+        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
+    )
     return 0
 
 

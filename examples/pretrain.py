@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from long_runs import Loader
 from torch import Tensor
 from torch.utils.data import DataLoader
+from training import Pace, say_what_is_saved
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, LlamaConfig
 
 import sp_lightning
@@ -220,7 +221,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="write a checkpoint every quarter of an hour and at the end",
     )
     parser.add_argument("--resume", type=recipe.file, metavar="FILE", help="a checkpoint written by --save")
-    options = recipe.parse(parser, arguments)
+    options = recipe.parse(parser, arguments, data="text")
     try:
         options.budget = Budget(None if options.steps else options.hours)
     except ValueError as error:
@@ -236,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train until the budget is used, then print what it bought."""
     options = parse(arguments)
     L.seed_everything(options.seed, verbose=False)
+    say_what_is_saved(options)
     losses = recipe.Losses()
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
@@ -244,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         precision=options.precision,
         max_steps=options.steps or -1,
         max_epochs=-1,
-        callbacks=[losses, options.budget, *options.callbacks],
+        callbacks=[losses, options.budget, *options.callbacks, Pace(lambda batch: batch["input_ids"].numel())],
         logger=False,
         enable_checkpointing=options.save is not None,
         enable_model_summary=False,
@@ -258,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe.say(losses)
     recipe.say(options.budget)
     recipe.say(f"Loss on text that was put aside: {after['test_loss']:.4f}")
+    if options.save is not None:
+        recipe.say(f"Checkpoint in {options.save}")
     return 0
 
 

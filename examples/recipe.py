@@ -25,6 +25,8 @@ import sp_lightning
 
 PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
+TINY_MODELS = ("vit", "resnet")  # names that stand for no pretrained model
+
 say = rank_zero_only(print)  # with several devices, the script runs once per device
 
 
@@ -151,13 +153,14 @@ def add_training(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    batch_size: int,
-    lr: float | list[float],
+    batch_size: int | None,
+    lr: float,
     lr_by_size: bool = False,
 ) -> None:
     """Add the options of a training run, counted in steps or in epochs, with a script's own defaults.
 
-    With `lr_by_size`, `--model` without `--lr` leaves the learning rate to `learning_rate`.
+    With `lr_by_size`, `--model` without `--lr` leaves the learning rate to `learning_rate`. Without a `batch_size`, the
+    script chooses it by the model: one with `--model`.
     """
     train = parser.add_argument_group("training")
     if epochs:
@@ -165,10 +168,10 @@ def add_training(
     else:
         often = f"default: {steps}" if steps else "instead of --hours"
         train.add_argument("--steps", type=positive, default=steps, help=f"optimizer steps ({often})")
-    train.add_argument("--batch-size", type=positive, default=batch_size, help="(default: %(default)s)")
-    many = "+" if isinstance(lr, list) else None
+    size = "(default: %(default)s)" if batch_size else "(default: 64, or 1 with --model)"
+    train.add_argument("--batch-size", type=positive, default=batch_size, help=size)
     by_size = "; with --model, what suits its size" if lr_by_size else ""
-    train.add_argument("--lr", type=amount, nargs=many, help=f"learning rate (default: {lr}{by_size})")
+    train.add_argument("--lr", type=amount, help=f"learning rate (default: {lr}{by_size})")
     parser.set_defaults(usual_lr=lr, lr_by_size=lr_by_size)
 
 
@@ -184,6 +187,9 @@ def add_night(parser: argparse.ArgumentParser, output: str) -> None:
     night.add_argument("--eval-every", type=positive, metavar="N", help="validate every N batches")
     night.add_argument("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps")
     night.add_argument(
+        "--log-every", type=positive, default=10, metavar="N", help="steps from line to line of the log (default: 10)"
+    )
+    night.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint in --output, if there is one"
     )
     night.add_argument(
@@ -195,13 +201,31 @@ def add_night(parser: argparse.ArgumentParser, output: str) -> None:
     )
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    *,
+    data: str | None = None,
+    best: tuple[str, str] | None = None,
+    always_validates: bool = True,
+) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins.
 
     `strategy`, `callbacks` and `accelerator` of the result are what the Trainer takes. `resume` is the checkpoint to go
-    on from, if there is one; `lr` is `None` where the model chooses.
+    on from, if there is one; `lr` is `None` where the model chooses; `given` has all options as they were given.
+
+    Args:
+        parser: Has the recipe's options.
+        arguments: The command line.
+        data: The option for the user's data, without which only a tiny model is trained.
+        best: The metric by which the best checkpoint is kept, and whether it is at its `"min"` or `"max"`.
+        always_validates: Whether that metric is there without `--eval-every`.
+
     """
     options = parser.parse_args(arguments)
+    options.given = {name: value for name, value in vars(options).items() if name not in ("usual_lr", "lr_by_size")}
+    if data is not None and getattr(options, data) is None and options.model not in (None, *TINY_MODELS):
+        parser.error(f"--{data} is missing: without it, --model {options.model} would learn from a toy data set")
     options.callbacks = []
     if options.strategy == "superpipeline":
         try:
@@ -218,11 +242,11 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
             new_folder(options.output)
         except argparse.ArgumentTypeError as error:
             parser.error(f"--output: {error}")
-        prepare_night(options)
+        prepare_night(options, best if always_validates or options.eval_every else None)
     return options
 
 
-def prepare_night(options: argparse.Namespace) -> None:
+def prepare_night(options: argparse.Namespace, best: tuple[str, str] | None) -> None:
     """Add the callbacks of a long run, and find its checkpoint."""
     last = Path(options.output, "checkpoints", "last.ckpt")
     if options.schedule != "constant" or options.warmup:
@@ -230,6 +254,10 @@ def prepare_night(options: argparse.Namespace) -> None:
     if options.save_every:
         often = {"every_n_train_steps": options.save_every, "enable_version_counter": False}
         options.callbacks.append(ModelCheckpoint(last.parent, last.stem, **often))
+        if best is not None:
+            metric, mode = best
+            lowest = ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, enable_version_counter=False)
+            options.callbacks.append(lowest)
     if options.resume:
         say(f"Going on from {last}" if last.is_file() else f"There is no {last} yet: the run begins")
     options.resume = str(last) if options.resume and last.is_file() else None
@@ -290,18 +318,6 @@ def leave_out_frozen(module: L.LightningModule, checkpoint: dict[str, Any]) -> N
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     state = checkpoint["state_dict"]
     checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
-
-
-def memory(trainer: L.Trainer) -> str:
-    """Return what the model takes at the moment, on the device and on the host."""
-    assert trainer.lightning_module is not None
-    count = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
-    if (pipeline := getattr(trainer.strategy, "pipeline", None)) is None:
-        return f"{count} parameters, none of which streams"
-    plan = pipeline.summary()
-    on_device, on_host = plan.device_bytes, plan.host_bytes + plan.host_gradient_bytes + plan.optimizer_bytes
-    sizes = f"weights take {on_device / 2**20:.2f} MiB of the device, and {on_host / 2**20:.2f} MiB of the host"
-    return f"{count} parameters; {sizes} with gradients and optimizer state"
 
 
 class Losses(L.Callback):

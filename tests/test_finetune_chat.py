@@ -74,6 +74,18 @@ def test_the_numbers_are_those_of_plain_training(capsys, file, how):
     assert output == run(capsys, *arguments, "--strategy=auto")
 
 
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_mixture_of_experts(capsys, file, train):
+    """With the numbers of plain training; adapters are on attention alone, and are written for peft by its names."""
+    arguments = [f"--chats={file}", "--epochs=1", "--experts=4", "--hidden=32", f"--train={train}"]
+    adapters = ["--save-adapters=mine"] if train == "lora" else []
+    output = run(capsys, *arguments, *adapters, "--k=1")
+    assert output == run(capsys, *arguments, "--strategy=auto")
+    if adapters:
+        config = json.loads(Path("mine/adapter_config.json").read_text(encoding="utf-8"))
+        assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
 def test_what_is_saved_is_what_was_learned(how):
     module, tokenizer = ChatLM(**how), make_chat_tokenizer(None)
     for parameter in module.parameters():

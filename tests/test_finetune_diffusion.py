@@ -154,7 +154,7 @@ def test_a_right_prediction_gives_image_and_noise(objective):
         (
             {"a.png": truncated(), "a.txt": "a"},
             [],
-            "error: no image can be read (1 skipped: a.png: image file is truncated",
+            "no image can be read (1 skipped: a.png: image file is truncated",
         ),
         ({"a.png": truncated(), "a.txt": "\udce9"}, [], "a.txt: not a text in UTF-8"),
     ],

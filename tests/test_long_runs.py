@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import recipe
 import torch
+import yaml
 from finetune_chat import ChatLM
 from long_runs import Loader, Schedule
 from offline import WrittenNumbers
@@ -142,6 +144,32 @@ def test_the_learning_rate_rises_and_falls_and_is_in_the_log(monkeypatch):
     assert found >= {"train_loss", "val_loss", "lr-AdamW"}
 
 
+def test_a_run_says_how_it_goes_and_where_its_results_are(capsys):
+    """Without a terminal in lines; its options are in the log, and the best checkpoint lies beside the last."""
+    chat = [*TINY, "--epochs=2", "--batch-size=4", "--log-every=6", "--lr=0.1", "--output=out"]
+    assert not import_module("finetune_chat").main(chat)
+    *lines, end = capsys.readouterr().out.splitlines()
+    assert lines[0] == "This run saves no model: add --save or --save-adapters or --save-every to keep what it learns"
+    steps = [line for line in lines if line.startswith("Step ")]
+    pace = r"Step (6|12|18)/18: loss \d+\.\d{4}, [\d,]+ tokens/s, \d+\.\d GiB of (RAM|GPU), \d+ s left"
+    assert len(steps) == 3
+    assert all(re.fullmatch(pace, line) for line in steps)
+    assert end == "Log and options in out/logs/version_0"
+    options = yaml.safe_load(Path("out/logs/version_0/hparams.yaml").read_text(encoding="utf-8"))
+    assert (options["batch_size"], options["precision"], options["chats"], options["seed"]) == (4, "32-true", None, 0)
+
+    assert not import_module("finetune_chat").main([*chat, "--epochs=3", "--save-every=20", "--save=model"])
+    output = capsys.readouterr().out
+    assert "This run saves no model" not in output
+    kept = "checkpoints in out/checkpoints (last.ckpt and best.ckpt)"
+    assert output.endswith(f"Model in model; {kept}; log and options in out/logs/version_1\n")
+    losses = list(map(float, re.findall(r"validation loss (\d+\.\d+)", output)))
+    best = torch.load("out/checkpoints/best.ckpt", weights_only=True)
+    assert best["global_step"] == 9 * (1 + losses.index(min(losses)))
+    loaded = ChatLM.load_from_checkpoint("out/checkpoints/best.ckpt")
+    assert all(torch.equal(weight, best["state_dict"][name]) for name, weight in loaded.state_dict().items())
+
+
 def test_the_learning_rate_suits_the_size(capsys):
     for parameters, is_full, part, rate in [
         (124e6, True, 1, 4e-5), (8e9, True, 1, 1e-5), (8e9, False, 1, 1e-4), (70e9, False, 1, 5e-5),
@@ -151,7 +179,9 @@ def test_the_learning_rate_suits_the_size(capsys):
     ChatLM(layers=1, hidden=16, heads=2, lr=None, train="lora").configure_optimizers()
     assert "as suits adapters of" in capsys.readouterr().out.splitlines()[-1]
     parse = import_module("finetune_lm").parse
-    assert [parse(arguments).lr for arguments in ([], ["--model=gpt2"], ["--model=gpt2", "--lr=1"])] == [1e-3, None, 1]
+    Path("text.txt").touch()
+    model = ["--model=gpt2", "--text=text.txt"]
+    assert [parse(arguments).lr for arguments in ([], model, [*model, "--lr=1"])] == [1e-3, None, 1]
 
 
 @pytest.mark.parametrize(
@@ -164,9 +194,10 @@ def test_the_learning_rate_suits_the_size(capsys):
         ("finetune_chat", ["--save-adapters=mine"], "--save-adapters has none to write: add --train lora"),
         (
             "finetune_diffusion",
-            ["--train=qlora", "--save=a", "--model=b"],
+            ["--train=qlora", "--save=a", "--model=b", "--images=."],
             "--train qlora rounds: take --save-adapters",
         ),
+        ("finetune_chat", ["--model=b"], "--chats is missing: without it, --model b would learn from a toy data set"),
         ("lora_lm", ["--peft", "--save-adapters=mine"], "for the adapters of this recipe: leave out --peft"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 import shutil
@@ -49,6 +50,22 @@ def test_work_is_shown_once_it_has_taken_five_seconds(monkeypatch, caplog):
         for _ in range(40):
             work.advance(50)
     assert caplog.messages == [f"Waiting (2.0 KiB): {percent} %" for percent in (70, 80, 90, 100)]
+
+
+@pytest.mark.parametrize("told", [Progress(), SuperpipelineStrategy().progress], ids=["a loop", "a Trainer"])
+def test_a_terminal_shows_a_bar(told, monkeypatch):
+    """Which is drawn again for each percent, and ends its line."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+    work = told.begin("Waiting", 2000)
+    for _ in range(100):
+        work.advance(20)
+    drawn = terminal.getvalue().split("\r")[1:]
+    assert len(drawn) == 100
+    assert drawn[49] == f"Waiting (2.0 KiB): [{'#' * 15}{' ' * 15}]  50 %"
+    assert drawn[-1] == f"Waiting (2.0 KiB): [{'#' * 30}] 100 %\n"
 
 
 class Interrupts(Progress):

@@ -1,12 +1,14 @@
 """What people are told: counters of what the engine did, how far long work has come, and bytes as they read them.
 
 Long work shows itself once it has taken five seconds: weights are arranged, saved, loaded. Whoever works says how far
-it has come, and each tenth is a line: here in the log, and under a Trainer among its messages (trainer/narrator.py).
+it has come. In a terminal this is a bar. Elsewhere each tenth is a line: here in the log, and under a Trainer among its
+messages (trainer/narrator.py).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass, fields
 
@@ -62,8 +64,25 @@ def readable_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+_BAR_WIDTH = 30
+
+
 class Progress:
-    """Begins work that shows itself: here, in the log."""
+    """Begins work that shows itself: as a bar in a terminal, and elsewhere, here, in the log."""
+
+    @property
+    def draws_bar(self) -> bool:
+        """Whether a bar is drawn in place of lines."""
+        return sys.stderr.isatty()
+
+    def show(self, words: str, percent: int) -> None:
+        """Show how far work has come."""
+        if not self.draws_bar:
+            self.say(f"{words}: {percent} %")
+            return
+        done = "#" * (_BAR_WIDTH * percent // 100)
+        end = "\n" if percent == 100 else ""
+        print(f"\r{words}: [{done:<{_BAR_WIDTH}}] {percent:3} %", end=end, file=sys.stderr, flush=True)
 
     def begin(self, words: str, nbytes: int) -> Work:
         """Return work to be done."""
@@ -89,12 +108,13 @@ class Work:
         self._progress = progress
         self._done = 0
         self._begin = time.monotonic()
-        self._tenths = 0  # that were shown
+        self._shown = 0  # percent that were shown, or tenths of all
 
     def advance(self, nbytes: int) -> None:
         """Note that so much more is done."""
         self._done += nbytes
         percent = min(100, 100 * self._done // max(1, self._nbytes))
-        if percent // 10 > self._tenths and time.monotonic() - self._begin >= SHOWN_AFTER:
-            self._tenths = percent // 10
-            self._progress.say(f"{self._words}: {percent} %")
+        part = percent // (1 if self._progress.draws_bar else 10)
+        if part > self._shown and time.monotonic() - self._begin >= SHOWN_AFTER:
+            self._shown = part
+            self._progress.show(self._words, percent)

@@ -1,6 +1,6 @@
 """What is said of a run: its plan, what was streamed, how far long work has come, and device memory that ran out.
 
-Long work is told among Lightning's messages, one line for each tenth (pipeline/stats.py).
+Long work shows itself in a bar in a terminal, and elsewhere in a line for each tenth (pipeline/stats.py).
 """
 
 from __future__ import annotations
@@ -112,10 +112,16 @@ def outcome(stats: Stats, summary: Summary) -> str:
 
 
 class ToldProgress(Progress):
-    """Begins work that shows itself among Lightning's messages."""
+    """Begins work that shows itself in a bar of the first process, or among Lightning's messages."""
 
     def __init__(self, lightning: FabricNamespace) -> None:
         self._lightning = lightning
+
+    @property
+    @override
+    def draws_bar(self) -> bool:
+        is_first: bool = self._lightning.rank_zero_only.rank == 0
+        return is_first and super().draws_bar
 
     @override
     def say(self, line: str) -> None:
