@@ -26,6 +26,7 @@ DOCUMENTS = [
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "architecture.md"),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 PUBLIC = [
     *(getattr(sp_lightning, name) for name in sp_lightning.__all__ if name != "__version__"),
