@@ -34,7 +34,7 @@ PUBLIC = [
     *(SuperpipelineMixin, FabricMixin, CallbackMixin, Processes, Summary, Stats, Report, Row),
 ]
 CODE = re.compile(
-    r"```.*?```|``[^`]*``|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->"  # blocks, names, addresses, comments
+    r"```.*?```|``[^`]*``|`[^`\n]*(?:\n[^`\n]+)?`|\]\([^)]*\)|<!--.*?-->"  # blocks, names, addresses, comments
     r"|^::: [^\n]*\n(?:    [^\n]*\n)*",  # what mkdocstrings is asked for
     re.DOTALL | re.MULTILINE,
 )
