@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from sp_lightning import Assumptions
+from sp_lightning.planning.assumptions import ladder
 from sp_lightning.planning.known import named_model, rates_of_gpu, rates_of_host
-from sp_lightning.planning.report import plan_row
+from sp_lightning.planning.report import Row, plan_row
 
 BATCH = 8192
 
@@ -106,6 +107,15 @@ def _model(name: str) -> nn.Module:
     return named_model(name)
 
 
+def first_that_fits(module: nn.Module, given: Assumptions) -> Row:
+    """Plan with the first way to keep moments that fits, or else with the most compact one."""
+    rows = (plan_row(module, way) for way in ladder(given))
+    last = next(rows)
+    while last.step is None and (row := next(rows, None)) is not None:
+        last = row
+    return last
+
+
 def predicted(run: Run) -> tuple[float, float]:
     """Return tokens in a second, at the lowest and the highest speed that such a GPU is assumed to reach."""
     rates = {**rates_of_gpu(run.gpu), **rates_of_host(run.host)}
@@ -116,4 +126,4 @@ def predicted(run: Run) -> tuple[float, float]:
     rates["tokens"] = min(BATCH, run.tokens)
     rates |= run.others
     given = Assumptions(host_memory="1TiB", accumulate=run.tokens // rates["tokens"], **rates)
-    return plan_row(_model(run.model), given).tokens_per_second
+    return first_that_fits(_model(run.model), given).tokens_per_second
