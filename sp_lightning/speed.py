@@ -154,10 +154,11 @@ def _measured(shape: Shape, device: torch.device, budget: int | None) -> dict[st
     try:
         with _attached(shape, device, budget) as (model, pipeline):
             seconds = _seconds_of_steps(model, device, shape)
-            run: dict[str, Any] = {"step_seconds": seconds, "tokens_per_second": shape.rows * shape.length / seconds}
+            speed_of_run = round(shape.rows * shape.length / seconds, 1)
+            run: dict[str, Any] = {"step_seconds": round(seconds, 5), "tokens_per_second": speed_of_run}
             if pipeline is not None:
                 summary = pipeline.summary()
-                planned = None if summary.plan is None else summary.plan.step_seconds
+                planned = None if summary.plan is None else round(summary.plan.step_seconds, 5)
                 run |= {"k": summary.k, "units": summary.units, "planned_seconds": planned}
                 run |= {"stay_on_gpu": len(summary.living), "updated_on_gpu": len(summary.visiting)}
             if device.type != "cpu":

@@ -232,8 +232,8 @@ class Pipeline:
         """The parts that stream the module, as long as they do."""
         if self not in _attached:
             raise RuntimeError(
-                "This pipeline was detached from its module, which is a plain one since. To stream "
-                "it again, attach another one: `superpipeline(module)`."
+                "This pipeline was detached, and its module is a plain one again. To stream it, "
+                "attach another pipeline: `superpipeline(module)`."
             )
         return self._parts
 
