@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import recipe
 import torch
-from diffusion_models import SIDE
-from finetune_diffusion import DiffusionModel, Flow, Noise, main, save_adapters
+from diffusion_models import SIDE, family_of
+from finetune_diffusion import DiffusionModel, Flow, Noise, main, parse, save_adapters
 from offline import WrittenNumbers
 from PIL import Image
 from torch import nn
@@ -130,6 +132,21 @@ def test_a_damaged_file_of_what_was_encoded_is_written_anew(run, images):
     assert run(images, *SMALL)[0]
     Path("samples/encoded.pt").write_bytes(b"damaged")
     assert run(images, *SMALL)[0]
+
+
+def test_a_model_with_a_unet_is_refused_with_the_reason(monkeypatch):
+    config = {"unet": ["diffusers", "UNet2DConditionModel"]}
+    pipeline = SimpleNamespace(load_config=lambda name: config)
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(DiffusionPipeline=pipeline))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="sdxl has a UNet, as SDXL and .*; this recipe trains the transf"):
+        family_of("sdxl")
+
+
+def test_images_of_a_large_model_come_one_by_one():
+    """As they are planned."""
+    found = [parse(arguments) for arguments in ([], ["--model=flux", "--images=."], ["--batch-size=3", "--rows=2"])]
+    assert [(options.batch_size, options.rows) for options in found] == [(64, 4), (1, 1), (3, 2)]
 
 
 @pytest.mark.parametrize("objective", [Flow(1.0), Flow(3.0), Noise()])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sp_lightning.check import check
+from sp_lightning.check_program.program import check_program
 
 pytestmark = pytest.mark.gpu
 
@@ -16,3 +17,14 @@ def test_it_passes(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     assert all("same bits" in line or "AdamW's rounding" in line for line in lines if line.startswith("  "))
     assert sum("56 visits" in line for line in lines) == 2
+
+
+def test_a_program_passes(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a user: before the first update all bits are the same, and later all but the optimizer's rounding."""
+    program = "tests.test_check_program"
+    assert check_program([f"--model={program}.Net", f"--data={program}.Data"], cuda, steps=3)
+    lines = capsys.readouterr().out.splitlines()
+    ways = [line for line in lines if line.startswith("  ")]
+    assert len(ways) == 18
+    assert all("same bits" in line or "the optimizer's rounding" in line for line in ways)
+    assert "the numbers of plain training in all 18 ways" in lines[-1]

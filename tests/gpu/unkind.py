@@ -49,6 +49,8 @@ LAGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 PAGEABLE = {
     "check.py: _train": "what is compared, and plain training",
+    "check_program/observer.py: _note": "what is compared",
+    "check_program/observer.py: digest": "what is compared",
     "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
     "optim/optimizers.py: _loaded": "a checkpoint is loaded",
     "pipeline/activations/looks.py: _picture": "the first calls of a unit that recomputes are looked at",
