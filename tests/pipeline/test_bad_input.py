@@ -95,7 +95,7 @@ def test_what_is_no_module(module: Any, message: str) -> None:
 
 def test_more_together_than_there_are_warns() -> None:
     """It works: all move together."""
-    with pytest.warns(UserWarning, match="`k_prime=9` is above the number of units, 6: all move together"):
+    with pytest.warns(UserWarning, match="`k_prime=9` is above the number of units, 6: all units move together"):
         superpipeline(model(), "cpu", units=Block, k_prime=9).detach()
 
 
