@@ -27,6 +27,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from . import selection
 from .access_check import steps_checked
 from .order_check import order_checked
 from .selection import is_plain, left_out, mark
@@ -105,6 +106,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What a plain run leaves out is in selection.py."""
     parser.addoption("--all", action="store_true", help="run the tests that take long, too")
     parser.addoption("--all-lags", action="store_true", help="run each test of tests/gpu with everything that may lag")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide how many programs are drawn, before test files are imported."""
+    selection.is_short = selection.is_plain_run(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -49,6 +49,21 @@ ONE_OF_EACH = (
 """Of the files above, what shows their promise in a few seconds."""
 
 
+is_short = False
+"""Whether this is a plain run of all files, which draws fewer programs; set before a test file is imported."""
+
+
+def draws(count: int) -> int:
+    """Return how many random programs to draw: a third in a plain run, all where their file or `--all` is asked for."""
+    return count // 3 if is_short else count
+
+
+def is_plain_run(config: pytest.Config) -> bool:
+    """Whether nobody has asked for particular tests, or for all of them."""
+    asked = config.getoption("all") or config.getoption("markexpr")
+    return not asked and not any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+
+
 def mark(item: pytest.Item) -> None:
     """Give a test the marks of its file."""
     where = item.nodeid.removeprefix("tests/")

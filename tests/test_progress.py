@@ -143,6 +143,7 @@ def test_an_interrupted_attach():
     assert len(interrupted) > 100
 
 
+@pytest.mark.slow
 def test_an_interrupted_run(tmp_path):
     """Loading, attaching, saving: each weight has its old value or its new one, and the last checkpoint is whole."""
     old, last = tmp_path / "old.ckpt", tmp_path / "last.ckpt"

@@ -299,6 +299,7 @@ def test_a_weight_that_was_laid_out_anew_is_said():
         p.data = p.data.t().contiguous().t()
 
 
+@pytest.mark.slow
 def test_compiling_a_kernel_is_said_once(tmp_path):
     """In a process with an empty cache; one with a full cache has nothing to wait for. Neither sees other threads."""
     code = (
