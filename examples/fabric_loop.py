@@ -20,7 +20,7 @@ import torch
 from finetune_lm import MODEL_OPTIONS, CausalLM, TextData, add_model_and_text, check_sizes
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
-from training import say_what_is_saved
+from training import begin
 
 from sp_lightning.fabric import SuperpipelineStrategy
 
@@ -78,6 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print how the loss fell and what was moved."""
     options = parse(arguments)
+    begin(options)
     fabric = Fabric(
         accelerator=options.accelerator,
         devices=options.devices,
@@ -85,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         precision=options.precision,
     )
     fabric.launch()
-    say_what_is_saved(options)
     start = time.perf_counter()
     losses = train(fabric, options)
     seconds = time.perf_counter() - start

@@ -23,6 +23,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -35,7 +36,7 @@ from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save
 from offline import chats_about_http
 from torch import Tensor
 from torch.utils.data import DataLoader
-from training import Pace, train
+from training import Pace, begin, train
 from transformers import PreTrainedTokenizerBase
 
 CHAT_OPTIONS = [*MODEL_OPTIONS, "optimizer", "train", "rank", "alpha"]
@@ -227,13 +228,25 @@ class PrintAnswers(L.Callback):
         self.lines.clear()
 
 
-def save(module: ChatLM, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+def save(module: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
     """Write the model, with adapters merged, and the tokenizer for `from_pretrained`."""
     if module.hparams["train"] == "qlora":
         module.model = module.model.dequantize()
     merge_adapters(module.model)
     module.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def save_results(
+    options: argparse.Namespace, module: CausalLM, tokenizer: PreTrainedTokenizerBase, trainer: L.Trainer
+) -> None:
+    """Write the adapters and the model, as far as that was asked for."""
+    if not trainer.is_global_zero:
+        return
+    if options.save_adapters is not None:
+        save_adapters(module.model, options.save_adapters, options.model, options.rank, options.alpha)
+    if options.save is not None:
+        save(module, tokenizer, options.save)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -258,25 +271,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print answers after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)
         model = ChatLM(**{name: getattr(options, name) for name in CHAT_OPTIONS})
-
-    def save_results(trainer: L.Trainer) -> None:
-        if options.save_adapters is not None and trainer.is_global_zero:
-            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-        if options.save is not None and trainer.is_global_zero:
-            save(model, data.tokenizer, options.save)
-
     train(
         options,
         model,
         data,
         callbacks=[PrintAnswers()],
         pace=Pace(lambda batch: batch["tokens"].numel()),
-        save=save_results,
+        save=partial(save_results, options, model, data.tokenizer),
         max_epochs=options.epochs,
         num_sanity_val_steps=0,
     )

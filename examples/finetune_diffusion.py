@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.utils import save_image
-from training import Pace, train
+from training import Pace, begin, train
 
 MODEL_OPTIONS = ["model", "objective", "train", "rank", "alpha", "lr", "dtype", "optimizer", "denoising", "guidance"]
 DATA_OPTIONS = ["images", "model", "side", "prompts", "rows", "batch_size", "output"]
@@ -280,7 +280,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, write a picture after each epoch, and print how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         data = CaptionedImages(**{name: getattr(options, name) for name in DATA_OPTIONS})
         model = DiffusionModel(**{name: getattr(options, name) for name in MODEL_OPTIONS})

@@ -35,7 +35,7 @@ from language_models import load, make_tokenizer, new_model
 from long_runs import Loader, for_validation
 from offline import read_text
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
-from training import Pace, train
+from training import Pace, begin, train
 
 import sp_lightning
 
@@ -269,7 +269,7 @@ def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, then print how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
 

@@ -20,6 +20,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -27,7 +28,7 @@ import recipe
 import torch
 from chats import Text, batch, split
 from data_files import Skipped
-from finetune_chat import check_train, make_chat_tokenizer, save
+from finetune_chat import check_train, make_chat_tokenizer, save_results
 from finetune_lm import (
     MODEL_OPTIONS,
     CausalLM,
@@ -38,13 +39,13 @@ from finetune_lm import (
     make_tokenizer,
 )
 from long_runs import Loader, for_validation
-from lora_lm import add_adapters, add_rank, check_adapters, save_adapters, without_adapters
+from lora_lm import add_adapters, add_rank, check_adapters, without_adapters
 from offline import preferences_about_http
 from pairs import Pair, encode_pair, make_pair, read_pairs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from training import Pace, train
+from training import Pace, begin, train
 from transformers import PreTrainedModel
 
 import sp_lightning
@@ -231,25 +232,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print margins before and after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         check_train(options.train, options.model)
         data = PreferenceData(options.pairs, options.model, options.batch_size, options.length)
         model = PreferenceLM(**{name: getattr(options, name) for name in PREFERENCE_OPTIONS})
-
-    def save_results(trainer: L.Trainer) -> None:
-        if options.save_adapters is not None and trainer.is_global_zero:
-            save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
-        if options.save is not None and trainer.is_global_zero:
-            save(model, data.tokenizer, options.save)
-
     train(
         options,
         model,
         data,
         callbacks=[PrintMargins()],
         pace=Pace(lambda batch: batch["tokens"].numel()),
-        save=save_results,
+        save=partial(save_results, options, model, data.tokenizer),
         max_epochs=options.epochs,
     )
     return 0

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import models, transforms
 from torchvision.datasets import ImageFolder
 from torchvision.models.resnet import BasicBlock, ResNet
-from training import Accuracy, Pace, train
+from training import Accuracy, Pace, begin, train
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 # torchvision's weights were trained with these.
@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the accuracy before and after."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         data = Images(options.images, options.side, options.batch_size)
         model = ImageClassifier(options.model, data.classes, options.lr)

@@ -30,7 +30,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from training import Accuracy, Pace, train
+from training import Accuracy, Pace, begin, train
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -230,7 +230,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the share of correct answers before and after."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         model = VisionLM(options.model, options.freeze, options.lr)
         data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)

@@ -34,7 +34,7 @@ from finetune_lm import (
 )
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from training import Pace, train
+from training import Pace, begin, train
 from transformers import PreTrainedModel
 
 LORA_OPTIONS = [*MODEL_OPTIONS, "rank", "alpha", "peft", "optimizer"]
@@ -251,7 +251,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the adapters, then print how the loss fell and what was streamed."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
+    begin(options)
     with recipe.one_line():
         model = LoRALM(**{name: getattr(options, name) for name in LORA_OPTIONS})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -33,7 +33,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from long_runs import Loader
 from torch import Tensor
 from torch.utils.data import DataLoader
-from training import Pace, say_what_is_saved
+from training import Pace, begin
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, LlamaConfig
 
 import sp_lightning
@@ -236,8 +236,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train until the budget is used, then print what it bought."""
     options = parse(arguments)
-    L.seed_everything(options.seed, verbose=False)
-    say_what_is_saved(options)
+    begin(options)
     losses = recipe.Losses()
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise

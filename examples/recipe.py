@@ -212,20 +212,21 @@ def parse(
     """Parse the command line, and report invalid options before any work begins.
 
     `strategy`, `callbacks` and `accelerator` of the result are what the Trainer takes. `resume` is the checkpoint to go
-    on from, if there is one; `lr` is `None` where the model chooses; `given` has all options as they were given.
+    on from, if there is one; `lr` is `None` where the model chooses; `given` has all options as they were given;
+    `missing` is the option for data, if a pretrained model would learn from a toy data set.
 
     Args:
         parser: Has the recipe's options.
         arguments: The command line.
-        data: The option for the user's data, without which only a tiny model is trained.
+        data: The option for the user's data.
         best: The metric by which the best checkpoint is kept, and whether it is at its `"min"` or `"max"`.
         always_validates: Whether that metric is there without `--eval-every`.
 
     """
     options = parser.parse_args(arguments)
     options.given = {name: value for name, value in vars(options).items() if name not in ("usual_lr", "lr_by_size")}
-    if data is not None and getattr(options, data) is None and options.model not in (None, *TINY_MODELS):
-        parser.error(f"--{data} is missing: without it, --model {options.model} would learn from a toy data set")
+    lacks_data = data is not None and getattr(options, data) is None and options.model not in (None, *TINY_MODELS)
+    options.missing = data if lacks_data else None
     options.callbacks = []
     if options.strategy == "superpipeline":
         try:

@@ -113,8 +113,12 @@ def memory_in_use() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def say_what_is_saved(options: argparse.Namespace) -> None:
-    """Say at the start if a run would leave no model."""
+def begin(options: argparse.Namespace) -> None:
+    """Begin a recipe, before a model is loaded: with the user's data, and a word if it would leave no model."""
+    if options.missing is not None:
+        toy = f"--model {options.model} would learn from a toy data set"
+        sys.exit(f"error: --{options.missing} is missing: without it, {toy}")
+    L.seed_everything(options.seed, verbose=False)
     able = [name for name in (*RESULTS, "save_every") if hasattr(options, name)]
     if not any(getattr(options, name) for name in able):
         arguments = " or ".join("--" + name.replace("_", "-") for name in able)
@@ -143,7 +147,6 @@ def train(
         arguments: The recipe's arguments of the Trainer.
 
     """
-    say_what_is_saved(options)
     losses = recipe.Losses()
     pace.every = options.log_every
     trainer = L.Trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import cli
 from sp_lightning.check_program import program
+from sp_lightning.check_program.compare import describe_difference, relative_difference
 from sp_lightning.check_program.observer import digest
 from sp_lightning.check_program.ways import Way, all_ways
 
@@ -163,3 +165,19 @@ def test_digests() -> None:
     assert digest(one) == digest(torch.tensor([-0.0, -torch.nan, 1.0]))
     others = [one.double(), one[None], torch.tensor([0.0, torch.nan, 1.0000001]), one.to_sparse()]
     assert len({digest(tensor) for tensor in [one, *others]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("plain", "streamed", "relative", "says"),
+    [
+        ([1.0, -4.0], [1.5, -4.0], 0.125, "differs by up to 5.0e-01; plain training has up to 4.0e+00"),
+        ([math.nan, 1.0, math.inf], [math.nan, 1.0, math.inf], 0.0, "differs, but not every time"),
+        ([1.0], [math.nan], math.inf, "differs by up to inf; plain training has up to 1.0e+00"),
+        ([1.0], [1.0, 2.0], math.inf, "differs: its shape is (2,), not (1,)"),
+        ([1.0], None, math.inf, "differs: streamed training has none"),
+    ],
+)
+def test_differences(plain: list[float], streamed: list[float] | None, relative: float, says: str) -> None:
+    one, other = torch.tensor(plain), None if streamed is None else torch.tensor(streamed)
+    assert relative_difference(one, other) == relative
+    assert describe_difference(one, other) == says

@@ -179,8 +179,7 @@ def test_the_learning_rate_suits_the_size(capsys):
     ChatLM(layers=1, hidden=16, heads=2, lr=None, train="lora").configure_optimizers()
     assert "as suits adapters of" in capsys.readouterr().out.splitlines()[-1]
     parse = import_module("finetune_lm").parse
-    Path("text.txt").touch()
-    model = ["--model=gpt2", "--text=text.txt"]
+    model = ["--model=gpt2"]
     assert [parse(arguments).lr for arguments in ([], model, [*model, "--lr=1"])] == [1e-3, None, 1]
 
 
@@ -194,10 +193,9 @@ def test_the_learning_rate_suits_the_size(capsys):
         ("finetune_chat", ["--save-adapters=mine"], "--save-adapters has none to write: add --train lora"),
         (
             "finetune_diffusion",
-            ["--train=qlora", "--save=a", "--model=b", "--images=."],
+            ["--train=qlora", "--save=a", "--model=b"],
             "--train qlora rounds: take --save-adapters",
         ),
-        ("finetune_chat", ["--model=b"], "--chats is missing: without it, --model b would learn from a toy data set"),
         ("lora_lm", ["--peft", "--save-adapters=mine"], "for the adapters of this recipe: leave out --peft"),
     ],
 )
@@ -206,3 +204,24 @@ def test_what_is_refused_in_one_line(script, arguments, message, capsys):
     with pytest.raises(SystemExit):
         import_module(script).parse(arguments)
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "data"),
+    [
+        ("finetune_lm", "text"),
+        ("finetune_chat", "chats"),
+        ("finetune_preferences", "pairs"),
+        ("finetune_diffusion", "images"),
+        ("finetune_vlm", "examples"),
+        ("finetune_vision", "images"),
+        ("fabric_loop", "text"),
+        ("pretrain", "text"),
+    ],
+)
+def test_a_pretrained_model_needs_data(script, data):
+    """It would learn what a tiny model is shown; this is said before it is loaded."""
+    with pytest.raises(
+        SystemExit, match=f"error: --{data} is missing: without it, --model mine would learn from a toy"
+    ):
+        import_module(script).main(["--model=mine"])

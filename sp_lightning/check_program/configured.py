@@ -21,7 +21,6 @@ from sp_lightning.lightning_cli import STRATEGIES, arguments_of_cli, command_lin
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.strategy import SuperpipelineMixin
 
-_ALIGNED = 2048  # bytes that a weight may take beside its own
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 
 
@@ -59,9 +58,7 @@ class ConfiguredProgram:
         ours = isinstance(strategy, SuperpipelineMixin)
         self.options: PipelineOptions = strategy.options if ours else PipelineOptions()
         self.name = type(self._cli.model).__name__
-        # so little memory that not all units stay on the GPU with their optimizer state
-        weights = self._cli.model.parameters()
-        self.small_budget = sum(2 * (weight.nbytes + _ALIGNED) for weight in weights)
+        self._release()
 
     def train(self, observer: Observer, way: Way | None, reads_gradients: bool) -> None:
         """Train the program, plainly if there is no way to stream it."""
@@ -80,8 +77,12 @@ class ConfiguredProgram:
             try:
                 trainer.fit(cli.model, datamodule=cli.datamodule)
             finally:
-                # the memory is for the next run
-                cli.model = cli.datamodule = cli.trainer = cli.config_init = None
+                self._release()
+
+    def _release(self) -> None:
+        """Let go of what was built: the memory is for the next run."""
+        cli = self._cli
+        cli.model = cli.datamodule = cli.trainer = cli.config_init = None
 
     def _strategy(self, way: Way, reads_gradients: bool) -> PlacedStrategy:
         """Return our strategy of the namespace, which streams in one way."""

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.torch_private import parts_of
 
+_ALIGNED = 1024
+
 
 class Look(Enum):
     """How closely a run is looked at. What is read while it trains can change when the optimizer updates weights."""
@@ -65,6 +67,7 @@ class Trace:
     digests: dict[str, str] = field(default_factory=dict)
     values: dict[str, Tensor | None] = field(default_factory=dict)  # those that were asked for
     steps: int = 0
+    weight_bytes: int = 0  # of all weights, with what may be left free between them
     counts: Counts | None = None  # what the engine did; None in plain training
 
 
@@ -118,6 +121,7 @@ class Observer:
         for name, value in trainer.callback_metrics.items():
             self._note(f"the metric {name}", value)
         self.trace.digests["the number of steps"] = str(self.trace.steps)
+        self.trace.weight_bytes = sum(weight.nbytes + _ALIGNED for weight in module.parameters())
         pipeline = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             self.trace.counts = Counts.of(pipeline)

@@ -8,8 +8,13 @@ from functools import partial
 from importlib.metadata import version
 
 import torch
-from torch import Tensor
 
+from sp_lightning.check_program.compare import (
+    describe_difference,
+    first_difference,
+    labels_after_an_update,
+    relative_difference,
+)
 from sp_lightning.check_program.configured import ConfiguredProgram
 from sp_lightning.check_program.observer import Look, Observer, Trace
 from sp_lightning.check_program.ways import Way, all_ways
@@ -17,7 +22,7 @@ from sp_lightning.lightning_cli import in_the_namespace_of_the_model
 from sp_lightning.pipeline import is_out_of_memory
 
 _ROUNDING = 1e-2
-"""On a GPU, losses and weights may be this far apart after an update, as a part of what they are."""
+"""On a GPU, numbers may be this far apart after an update, as a part of the largest of a weight."""
 
 
 def check_program(arguments: Sequence[str], device: torch.device, steps: int) -> bool:
@@ -73,8 +78,10 @@ class ProgramCheck:
             )
         self._plain.values = again.values
         steps = self._plain.steps
-        print(f"{self._program.name}, plain training, twice: the same numbers in {steps} steps")
-        ways = list(all_ways(self._program.options, self._program.small_budget))
+        print(f"{self._program.name}, plain training, twice: the same numbers in {steps} steps", flush=True)
+        # so little memory that not all units stay on the GPU with gradients and optimizer state
+        budget = 3 * self._plain.weight_bytes
+        ways = list(all_ways(self._program.options, budget))
         wrong = [way for way in ways if not self._is_right(way)]
         if wrong:
             return False, f"wrong in {len(wrong)} of {len(ways)} ways; {self._first_wrong}"
@@ -112,22 +119,22 @@ class ProgramCheck:
             difference = self._difference(way, streamed)
         except Exception as error:  # whatever a program meets: other ways may do without
             difference = f"it raised {type(error).__name__}: {error}"
-            print(f"{begin} FAILED: {difference}")
+            print(f"{begin} FAILED: {difference}", flush=True)
             self._first_wrong = self._first_wrong or f"{way}: {difference}"
             return False
         counts = streamed.counts
         done = "" if counts is None else way.why_not_placed(counts) or str(counts)
         if difference:
-            print(f"{begin} OTHER NUMBERS: {difference}")
+            print(f"{begin} OTHER NUMBERS: {difference}", flush=True)
             self._first_wrong = self._first_wrong or f"{way}: {difference}"
             return False
         apart = self._rounding(streamed)
         same = f"same but for the optimizer's rounding, {apart:.0e}" if apart else "same bits"
-        print(f"{begin} {same}; {done}")
+        print(f"{begin} {same}; {done}", flush=True)
         return True
 
     def _difference(self, way: Way, streamed: Trace) -> str:
-        """Name what differs from plain training; a text without letters if nothing does."""
+        """Name what differs from plain training; the text is empty if nothing does."""
         label = first_difference(self._plain, streamed, leave_out=self._plain.values)
         if label is None:
             apart = self._rounding(streamed)
@@ -153,44 +160,3 @@ class ProgramCheck:
         plain = self._train(None, Look.GRADIENTS, keep=[label]).values.get(label)
         streamed = self._train(way, look, keep=[label]).values.get(label)
         return f"{label} {describe_difference(plain, streamed)}{note}"
-
-
-def labels_after_an_update(plain: Trace) -> list[str]:
-    """Return the labels of numbers that come after an update, which a GPU rounds otherwise than the CPU."""
-    labels = list(plain.digests)
-    first = next(index for index, label in enumerate(labels) if " after step " in label)
-    return [label for label in labels[first:] if not label.startswith(("the batch", "the number"))]
-
-
-def first_difference(plain: Trace, other: Trace, leave_out: Collection[str] = ()) -> str | None:
-    """Return the label of the first number that is not that of plain training."""
-    for label, found in other.digests.items():
-        if label not in leave_out and plain.digests.get(label) != found:
-            return label
-    return None
-
-
-def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
-    """Return how far two tensors are apart, as a part of the larger of the numbers; infinite if one is missing."""
-    if plain is None and streamed is None:
-        return 0.0
-    if plain is None or streamed is None or plain.shape != streamed.shape:
-        return float("inf")
-    apart = (plain.double() - streamed.double()).abs().max()
-    return float(apart / plain.double().abs().max().clamp(min=1e-30)) if apart else 0.0
-
-
-def describe_difference(plain: Tensor | None, streamed: Tensor | None) -> str:
-    """Say by how much a number differs."""
-    if plain is None or streamed is None:
-        if plain is streamed:
-            return "differs, but not every time"
-        missing = "plain" if plain is None else "streamed"
-        return f"differs: {missing} training has none"
-    if plain.shape != streamed.shape:
-        return f"differs: its shape is {tuple(streamed.shape)}, not {tuple(plain.shape)}"
-    apart = float((plain.double() - streamed.double()).abs().max()) if plain.numel() else 0.0
-    if apart == 0:
-        return "differs, but not every time"
-    largest = float(plain.double().abs().max())
-    return f"differs by up to {apart:.1e}; plain training has up to {largest:.1e}"

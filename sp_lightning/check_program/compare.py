@@ -1,0 +1,68 @@
+"""Compares what two runs have shown, and says how far they are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from sp_lightning.check_program.observer import Trace
+
+
+def labels_after_an_update(plain: Trace) -> list[str]:
+    """Return the labels of numbers that come after an update, which a GPU rounds otherwise than the CPU."""
+    labels = list(plain.digests)
+    first = next(index for index, label in enumerate(labels) if " after step " in label)
+    return [label for label in labels[first:] if not label.startswith(("the batch", "the number"))]
+
+
+def first_difference(plain: Trace, other: Trace, leave_out: Collection[str] = ()) -> str | None:
+    """Return the label of the first number that is not that of plain training."""
+    for label, found in other.digests.items():
+        if label not in leave_out and plain.digests.get(label) != found:
+            return label
+    return None
+
+
+def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
+    """Return how far two tensors are apart, as a part of the largest number; infinite if one is missing."""
+    if plain is None and streamed is None:
+        return 0.0
+    if plain is None or streamed is None or plain.shape != streamed.shape:
+        return math.inf
+    apart = _largest_difference(plain, streamed)
+    return apart / max(_largest(plain), 1e-30) if apart else 0.0
+
+
+def describe_difference(plain: Tensor | None, streamed: Tensor | None) -> str:
+    """Say by how much a number differs."""
+    if plain is None or streamed is None:
+        if plain is streamed:
+            return "differs, but not every time"
+        missing = "plain" if plain is None else "streamed"
+        return f"differs: {missing} training has none"
+    if plain.shape != streamed.shape:
+        return f"differs: its shape is {tuple(streamed.shape)}, not {tuple(plain.shape)}"
+    apart = _largest_difference(plain, streamed)
+    if apart == 0:
+        return "differs, but not every time"
+    return f"differs by up to {apart:.1e}; plain training has up to {_largest(plain):.1e}"
+
+
+def _real(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return torch.view_as_real(dense).double() if dense.is_complex() else dense.double()
+
+
+def _largest_difference(plain: Tensor, streamed: Tensor) -> float:
+    """Return the largest difference; NaN is equal to NaN, and infinitely far from a number."""
+    one, other = _real(plain), _real(streamed)
+    are_equal = (one == other) | (one.isnan() & other.isnan())
+    apart = (one - other).abs().nan_to_num(nan=math.inf).masked_fill(are_equal, 0)
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(_real(tensor).abs().nan_to_num(nan=0).max()) if tensor.numel() else 0.0
