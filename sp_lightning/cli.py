@@ -210,7 +210,7 @@ def _row(row: Row) -> dict[str, Any]:
     given = {**asdict(row.given), "device_bytes": row.given.device_bytes, "host_bytes": row.given.host_bytes}
     step = row.step
     if step is None:
-        return {"given": given, "fits": False, "missing": row.missing}
+        return {"given": given, "fits": False, "missing": row.missing()}
     return {
         "given": given,
         "fits": True,

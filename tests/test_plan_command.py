@@ -207,11 +207,14 @@ def test_assumptions_change_the_plan():
     [
         (
             f"{__name__}.Stack --model.width 512 --device_memory 1MiB",
-            "MiB of GPU memory, and there are 1.0 MiB, ",
+            "MiB of GPU memory, mostly for what one unit computes",
         ),
-        ("Llama-3.1-8B --loss whole --tokens 65536 --activations recompute", "mostly for logits and the loss."),
+        (
+            "Llama-3.1-8B --loss whole --tokens 65536 --activations recompute",
+            "mostly for logits and the loss, and there are 24.0 GiB.",
+        ),
         ("Llama-3.1-8B --device-memory 2GiB", "mostly for one unit, 'model.embed_tokens"),
-        ("Qwen2.5-32B", "of RAM, and there are 59.6 GiB, mostly for weights and the optimizer's state."),
+        ("Qwen2.5-32B", " of RAM, mostly for weights and the optimizer's state, and there are 59.6 GiB."),
         ("Qwen3-0.6B --accumulate 4 --host-memory 7GiB --optimizer SGD --precision 32-true", "mostly for sums of grad"),
     ],
 )
@@ -231,6 +234,7 @@ def test_nothing_fits(arguments, says):
         ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
         ("Qwen3-8B --host_memory 16GiB --lora 16", ["on a machine with 24.0 GiB of GPU memory and 22.0 GiB of RAM"]),
+        ("Qwen3-0.6B --host_memory 8GiB --lora 512", ["on a machine with"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
         ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),
     ],

@@ -28,8 +28,9 @@ from suite.picture import box, line, picture, round_steps, text, text_width  # n
 from suite.results import Entry, entries  # noqa: E402
 from suite.sets import GIB, WORKLOADS  # noqa: E402
 
+from sp_lightning.planning.assumptions import Assumptions  # noqa: E402
 from sp_lightning.planning.choose import TooLittleMemory, choose  # noqa: E402
-from sp_lightning.planning.estimate import Assumptions, estimate  # noqa: E402
+from sp_lightning.planning.estimate import estimate  # noqa: E402
 from sp_lightning.planning.report import readable_seconds  # noqa: E402
 
 # letters that can be read where a phone shows the picture 360 points wide

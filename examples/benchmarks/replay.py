@@ -63,7 +63,11 @@ class Run:
 LLMQ = ("LLMQ, bf16", "[its benchmarks](https://github.com/IST-DASLab/llmq)", "May 2026")
 FLEXTRAIN = ("FlexTrain", "[its verified_runs_extra.md](https://github.com/als244/flextrain)", "May 2026")
 # gradients were copied synchronously until DeepSpeed#8207
-DEEPSPEED = ("DeepSpeed ZeRO-3 offload", "SlideFormer's CSV", "February 2026, before its asynchronous gradient copies")
+DEEPSPEED = (
+    "DeepSpeed ZeRO-3 offload",
+    "[SlideFormer's CSV](https://github.com/RegiaYoung/SlideFormer)",
+    "February 2026, before its asynchronous gradient copies",
+)
 FACTORY = ("LLaMA-Factory, ZeRO-3 offload", "LLMQ's benchmarks", "May 2026")
 TORCHTUNE = ("torchtune, paged 8-bit AdamW", "[its README](https://github.com/pytorch/torchtune)", "July 2025")
 TORCHTUNE_LORA = ("torchtune, LoRA without offload", *TORCHTUNE[1:])

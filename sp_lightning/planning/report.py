@@ -63,21 +63,20 @@ class Row:
         given, step = self.given, self.step
         label = f"{given.optimizer_words}, {given.precision}"
         if step is None:
-            return f"{label:<34} does not fit: {self.missing}"
+            return f"{label:<34} does not fit: {self.missing()}"
         return (
             f"{label:<34}{readable_bytes(step.device_bytes):>11}{readable_bytes(step.host_bytes):>11}"
             f"{readable_seconds(step.seconds):>11}  {step.bottleneck.value}"
         )
 
-    @property
-    def missing(self) -> str:
-        """What memory is missing; nothing if a step fits."""
+    def missing(self, reason: str = "") -> str:
+        """Return what memory is missing, with a reason for what is needed; nothing if a step fits."""
         error = self.error
         if error is None:
             return ""
         there = self.given.host_bytes if error.place == "host" else self.given.device_bytes
         needed = readable_bytes(self.needed_bytes)
-        return f"it needs {needed} of {_PLACES[error.place]}, and there are {readable_bytes(there)}"
+        return f"it needs {needed} of {_PLACES[error.place]}{reason}, and there are {readable_bytes(there)}"
 
     @property
     def needed_bytes(self) -> int:
@@ -184,7 +183,8 @@ class Report:
                 f"{row.speed} tokens/s."
                 for change, row in self.remedies
             ]
-            return "\n".join([f"{self.title} does not fit: {best.missing}, mostly for {best.error.most}.", *helps])
+            missing = best.missing(f", mostly for {best.error.most}")
+            return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
         slow, fast = best.tokens_per_second
         hours = number_range(*(1e6 / speed / 3600 for speed in (fast, slow)))
