@@ -146,7 +146,7 @@ def test_threads_do_not_matter():
     [
         (
             lambda: optim.AdamW([weight(torch.half)]),
-            "parameter 0 of its group is torch.float16 on cpu, but .* fp32 and",
+            "parameter 0 of its group is torch.float16 on cpu, but .* FP32 and",
         ),
         (lambda: optim.Adam([weight(torch.double)]), "torch.float64 on cpu"),
         (lambda: optim.AdamW([weight(torch.float, device="meta")]), "torch.float32 on meta, but .* or an accelerator"),
@@ -292,7 +292,7 @@ def test_torchs_default_dtype_and_device_are_not_those_of_state(moments):
 def test_a_weight_that_was_laid_out_anew_is_said():
     p = torch.nn.Parameter(torch.zeros(4, 8))
     own = optim.AdamW([p])
-    for match in (None, "in another order than its optimizer state"):
+    for match in (None, "optimizer state have different strides"):
         p.grad = torch.ones_like(p)
         with nullcontext() if match is None else pytest.raises(RuntimeError, match=match):
             own.step()

@@ -99,7 +99,7 @@ def test_a_sparse_gradient_of_the_users() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weight = model[0].weight
         weight.grad = torch.ones_like(weight).to_sparse()
-        with pytest.raises(RuntimeError, match="Weight '0.weight' got a sparse gradient. Let it be dense"):
+        with pytest.raises(RuntimeError, match="Weight '0.weight' got a sparse gradient. Make it dense"):
             optimizer.step()
 
 

@@ -342,7 +342,7 @@ def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]
         optimizer.param_groups[0]["betas"] = [0.9, 0.99]
         stepped_early(pipeline, model, optimizer)
         change(optimizer)
-        with pytest.raises(RuntimeError, match="stepped units in backward, and now its param groups were changed"):
+        with pytest.raises(RuntimeError, match="updated units in backward, but now its param groups were changed"):
             optimizer.step()
 
 
