@@ -25,6 +25,7 @@ from typing_extensions import override
 from sp_lightning.arguments import StrategyWithOptions
 from sp_lightning.pipeline import Pipeline, open_steps
 from sp_lightning.pipeline.optimizer.clipping import Clipping
+from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import (
     WritesCheckpoints,
@@ -229,7 +230,11 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        check_optimizer_memory([optimizer], False, self.lightning)
+        have_limits = all(pipeline.budget is not None for pipeline in self.pipelines)
+        may_wait = have_limits and not self.is_distributed and why_not_by_unit(optimizer) is None
+        room = check_optimizer_memory([optimizer], False, may_wait, self.lightning)
+        for pipeline in self.pipelines:
+            pipeline.waiting.limit(room)
         return optimizer
 
     # ---------------------------------------------------------------------------------------------------------- steps

@@ -118,7 +118,12 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             each_is_stepped = not self.is_distributed and trainer.accumulate_grad_batches == 1
             all_pass = all(plan.gradients_pass for plan in self._plans())
             gradients_pass = each_is_stepped and all_pass
-            check_optimizer_memory(self.optimizers, gradients_pass, self.lightning)
+            has_limit = self.pipeline is not None and self.pipeline.budget is not None
+            nobody_looks = all(plan.gradients_may_wait for plan in self._plans())
+            some_wait = has_limit and nobody_looks and not self.is_distributed
+            room = check_optimizer_memory(self.optimizers, gradients_pass, some_wait, self.lightning)
+            if self.pipeline is not None:
+                self.pipeline.waiting.limit(room)
         self.setup_precision_plugin()
         self.narrator.begin(trainer, self.pipeline, list(map(str, self._plans())))
 

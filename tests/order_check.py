@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce, wraps
+from itertools import chain
 from operator import or_
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,7 +35,7 @@ from sp_lightning.pipeline.gradients import routes
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, LandingBuffer
 from sp_lightning.pipeline.lanes.backend import Backend, Trace
 from sp_lightning.pipeline.lanes.devices import HostBackend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import Segment
@@ -58,13 +59,13 @@ class Access(NamedTuple):
     writes: bool
     number: int
     what: str
-    # the job that has asked for it, if one has; and one whose ticket it comes after, with all that this will ask for
+    # the job that has asked for it, if one has; and those whose tickets it comes after, with all that they will ask for
     asked_by: object
-    awaits: object
+    awaits: Sequence[object]
 
     def is_after(self, other: Access) -> bool:
         """Whether it awaits what asks for the other."""
-        return self.awaits is not None and self.awaits is other.asked_by
+        return any(job is other.asked_by for job in self.awaits)
 
 
 class OrderCheck:
@@ -85,6 +86,7 @@ class OrderCheck:
         self._host = self._computing = 0  # what is done for whatever these do next
         self._lanes: defaultdict[object, int] = defaultdict(int)
         self._tickets.clear()
+        self._asking: dict[int, tuple[object, list[object]]] = {}  # for each job, those that ask for what comes before
 
     # ------------------------------------------------------------------------------------------- what comes after what
 
@@ -95,6 +97,15 @@ class OrderCheck:
             inner = getattr(ticket, name, None)
             known |= self.done_with(inner) if isinstance(inner, Ticket) else 0
         return known
+
+    def asking_for(self, tickets: Iterable[object]) -> list[object]:
+        """The jobs that ask for what is to come first, for what comes before that, and so on; or have asked."""
+        jobs: list[object] = []
+        for ticket in tickets:
+            job = getattr(ticket, "job", None)
+            jobs += [] if job is None else [job]
+            jobs += [each for known in (ticket, job) for each in self._asking.get(id(known), (None, []))[1]]
+        return list(dict.fromkeys(jobs))
 
     @property
     def _what(self) -> str:
@@ -120,7 +131,7 @@ class OrderCheck:
         reads: Tensors,
         writes: Tensors,
         lane: object = None,
-        awaits: object = None,
+        awaits: Sequence[object] = (),
     ) -> None:
         """This thread asks for something that comes after what is `known`, and after what its lane has to do."""
         with self._lock:
@@ -146,7 +157,7 @@ class OrderCheck:
         with self._lock:
             self.learn(self.touch(f"the host, which {what},", self._known_here(), reads, writes))
 
-    def touch(self, what: str, known: int, reads: Tensors, writes: Tensors, awaits: object = None) -> int:
+    def touch(self, what: str, known: int, reads: Tensors, writes: Tensors, awaits: Sequence[object] = ()) -> int:
         """Compare what touches memory with what has touched it before; return its number."""
         number, self._next = self._next, self._next << 1
         self._live = [access for access in self._live if access.number & ~self._host]  # the host asks for all else
@@ -183,22 +194,27 @@ class OrderCheck:
         known = self._computing | self.done_with(after)
         ticket = yield
         # a GPU-side update asks for its pieces when it begins
-        awaits = getattr(after, "job", None)
-        self.ask(ticket, self._what, known, [source], [target], "up" if after is None else None, awaits)
+        self.ask(
+            ticket, self._what, known, [source], [target], "up" if after is None else None, self.asking_for([after])
+        )
 
     def _download(self, _: Backend, target: Tensor, source: Tensor) -> Hook:
         ticket = yield
         self.ask(ticket, self._what, self._computing, [source], [target], "down")
 
     def _job(self, _: Backend, job: Job) -> Hook:
-        buffer = getattr(job.cleanup, "__self__", None)
-        if isinstance(buffer, LandingBuffer):
-            self._landing[id(buffer)] = job
-        self.ask(job, self._what, reduce(or_, map(self.done_with, job.after), 0), *accesses_of(job.action))
+        owner, args = getattr(job.cleanup, "__self__", None), getattr(job.cleanup, "args", ())
+        for buffer in [owner, *chain(*args)]:
+            if isinstance(buffer, LandingBuffer):
+                self._landing[id(buffer)] = job
+        known = reduce(or_, map(self.done_with, job.after), 0)
+        asking = self.asking_for(job.after)
+        self._asking[id(job)] = job, asking
+        self.ask(job, self._what, known, *accesses_of(job.action), awaits=asking)
         yield
 
-    def _beside(self, _: Backend, lane: Lane, job: Job) -> Hook:
-        self.ask(job, self._what, reduce(or_, map(self.done_with, job.after), 0), *accesses_of(job.action), lane)
+    def _beside(self, _: Backend, kind: Kind, job: Job) -> Hook:
+        self.ask(job, self._what, reduce(or_, map(self.done_with, job.after), 0), *accesses_of(job.action), kind)
         yield
 
     def _run(self, job: Job, *_: Any) -> Hook:

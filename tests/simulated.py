@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import copy_memory
-from sp_lightning.pipeline.lanes.lanes import Job, Origin, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Ticket, Worker
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
 
 
@@ -218,9 +218,9 @@ class SimulatedBackend(Backend):
         seconds = source.nbytes / self._rates[Lane.DOWN]
         return self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
 
-    def beside(self, lane: OurLane, job: Job) -> Ticket:
+    def beside(self, kind: Kind, job: Job) -> Ticket:
         job.action()
-        ours, told = OF_VISITS[lane], self._asked_after
+        ours, told = OF_VISITS[kind.lane], self._asked_after
         return self._ask(ours, job.nbytes / self._rates[ours], [*job.after, *told], f"{ours} of visits", told=told)
 
     def copy(self, target: Tensor, source: Tensor) -> None:

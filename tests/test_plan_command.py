@@ -230,7 +230,10 @@ def test_nothing_fits(arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "changes"),
     [
-        ("Qwen3-8B --host_memory 64GiB --gradient_clip_val 1", ["without clipping", "on a machine with 24.0 GiB"]),
+        (
+            "Qwen3-8B --device_memory 16GiB --host_memory 57GiB --gradient_clip_val 1",
+            ["without clipping", "on a machine with 16.0 GiB"],
+        ),
         ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
         ("Qwen3-8B --host_memory 16GiB --lora 16", ["on a machine with 24.0 GiB of GPU memory and 22.0 GiB of RAM"]),

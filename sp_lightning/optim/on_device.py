@@ -8,6 +8,7 @@ which of its bits are set is not promised.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +26,63 @@ BYTES_MEANWHILE = 24
 @torch.no_grad()
 def step_on_device(step: Pass) -> None:
     """Run a pass, in pieces."""
+    if step.joined:
+        _step(step)
+        return
     for begin, end in whole_and_rest(step.memory.weight.numel()):
         for start in range(begin, end, PIECE):
             part = part_of(step.memory, start, min(start + PIECE, end))
             _step(step._replace(memory=part, begin=step.begin + start))
+
+
+def together(steps: Sequence[Pass]) -> list[Pass]:
+    """Return passes over neighbors as one, with the same bits, as long as these are no more than a piece.
+
+    Beside those that compute, each kernel waits for its turn, so few are better.
+    """
+    rows: list[list[Pass]] = []
+    joined = 0  # elements of the last row
+    for step in steps:
+        size = step.memory.weight.numel()
+        if rows and joined + size <= PIECE and _goes_on(rows[-1][-1], step):
+            rows[-1].append(step)
+            joined += size
+        else:
+            rows.append([step])
+            joined = size
+    return [row[0] if len(row) == 1 else _joined(row) for row in rows]
+
+
+def _goes_on(last: Pass, step: Pass) -> bool:
+    """Tell whether a pass does what the last one does, and its memory, but for gradients, begins where that's ends."""
+    is_alike = (last.update, last.step, last.scaling) == (step.update, step.step, step.scaling)
+    if not is_alike or last.group is not step.group:
+        return False
+    before, after = last.memory, step.memory
+    is_broken = before.first_scale is not None and before.weight.numel() % GROUP != 0
+    if before.gradient.dtype != after.gradient.dtype or is_broken:
+        return False
+    pairs = zip(before._replace(gradient=None), after._replace(gradient=None), strict=True)
+    return all(_is_neighbor(one, other) for one, other in pairs)
+
+
+def _is_neighbor(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.data_ptr() + one.nbytes == other.data_ptr()
+
+
+def _joined(row: Sequence[Pass]) -> Pass:
+    """Return one pass over all of these, which lie one behind the other."""
+    first = row[0].memory
+    whole: dict[str, Tensor] = {}
+    for name in Memory._fields:
+        tensors = [getattr(step.memory, name) for step in row]
+        if name != "gradient" and tensors[0] is not None:
+            whole[name] = tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+    gradient = torch.cat([flat(step.memory.gradient) for step in row])
+    ranges = tuple((step.begin, step.memory.weight.numel()) for step in row)
+    return row[0]._replace(memory=first._replace(gradient=gradient, **whole), joined=ranges)
 
 
 def part_of(memory: Memory, begin: int, end: int) -> Memory:
@@ -62,7 +116,7 @@ def _step(step: Pass) -> None:
         second.view(torch.int32).add_(was_up, alpha=-(1 << 31))
     for (moment, scales), value in zip(kept, (first, second), strict=True):
         if scales is not None:
-            pack(moment, scales, value, step.seed, step.begin)
+            pack(moment, scales, value, step.seed, step.ranges)
         elif value is not moment:
             moment.copy_(value)
 
@@ -127,19 +181,23 @@ def unpack(moment: Tensor, scales: Tensor) -> Tensor:
     return value
 
 
-def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, begin: int) -> None:
-    """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten."""
+def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, ranges: Sequence[tuple[int, int]]) -> None:
+    """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten.
+
+    What is random for an element depends on its place in its weight alone, of which `ranges` tell.
+    """
     rows, codes = value.view(len(scales), -1), moment.view(len(scales), -1)
     if moment.dtype == torch.uint8:
         rows.sqrt_()
         torch.amax(rows, 1, out=scales)
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
-        random = torch.Generator(rows.device).manual_seed(seed + begin)
         # at random up or down; what is below the first one is cut to it
-        below = torch.rand(
-            rows.shape, generator=random, dtype=torch.float32, device=rows.device
-        ).sub_(1)  # fmt: skip
+        below = torch.empty_like(rows)
+        parts = torch.split(below.view(-1), [size for _, size in ranges])
+        for (begin, _), part in zip(ranges, parts, strict=True):
+            part.uniform_(generator=torch.Generator(rows.device).manual_seed(seed + begin))
+        below.sub_(1)
         codes.copy_(rows.mul_(factor[:, None]).add_(below).clamp_(min=0))
     else:
         divisor = rows.abs()

@@ -28,7 +28,7 @@ from sp_lightning.optim.layout import (
     make_state,
     moment_in,
 )  # fmt: skip
-from sp_lightning.optim.on_device import step_on_device
+from sp_lightning.optim.on_device import step_on_device, together
 from sp_lightning.optim.rules import NO_SCALING, Kind, Memory, Pass, Rule, Scaling, Update
 
 _RANGE = 256 * BLOCK  # elements that are worth another thread
@@ -77,11 +77,11 @@ def taken(work: Work) -> tuple[Memory, Scaling]:
 def run(passes: Sequence[Pass]) -> None:
     """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
     on_host: list[Pass] = []
+    on_device: list[Pass] = []
     for step in passes:
-        if step.memory.weight.device.type == "cpu":
-            on_host.append(step)
-        else:
-            step_on_device(step)
+        (on_host if step.memory.weight.device.type == "cpu" else on_device).append(step)
+    for step in together(on_device):
+        step_on_device(step)
     if on_host:
         _run_kernels(list(map(_without_fp16, on_host)))
     for step in on_host:

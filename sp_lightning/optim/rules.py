@@ -137,6 +137,13 @@ class Pass(NamedTuple):
     memory: Memory
     scaling: Scaling = NO_SCALING
     begin: int = 0  # the first element of the range, a multiple of `BLOCK`
+    # of ranges of several weights that lie one behind the other: where each begins in its weight, and its elements
+    joined: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Where the range of each weight begins in it, and how many elements it has."""
+        return self.joined or ((self.begin, self.memory.weight.numel()),)
 
     @property
     def seed(self) -> int:

@@ -24,6 +24,7 @@ from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.waiting import WaitingRoom
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
@@ -33,6 +34,7 @@ from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.room import Room
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
@@ -43,8 +45,6 @@ from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
-
-SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
 class Planner:
@@ -92,14 +92,14 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
+        self.room = Room(backend, self.visits, self.meter)
+        self.waiting = WaitingRoom(self.memory)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
         self.plan: WindowPlan | None = None  # the planner's choice that weights are placed by
-        # the plan that the planner wants, and the least that any of several processes may take of a device
-        self._own_plan: WindowPlan | None = None
-        self._least_budget: int | None = None
+        self._own_plan: WindowPlan | None = None  # the plan that the planner wants
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
@@ -111,7 +111,8 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = GradientStream(self.window, Routes(self.window))
+        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting, self.room)
+        self.room.arrangement, self.room.stream = arrangement, self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self, self.window, self.stream)
         self.guard = Guard(self)
@@ -119,7 +120,7 @@ class Engine:
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
         self.place()
-        self.activations.measure_anew(self.budget is not None)
+        self.activations.measure_anew(self.room.budget is not None)
         move_all_but_parameters(self.module, self.device)
         compiles = self.options.compile
         if compiles:
@@ -164,6 +165,7 @@ class Engine:
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(self.plan)
+        self.waiting.limit(arrangement.room_for_gradients)
         self.living.follow(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream
@@ -203,23 +205,6 @@ class Engine:
         self.stream.close()
         self.guard.remove()
         self.window.abandon()
-
-    @property
-    def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way to the host and activations; None if no limit is known.
-
-        It is what the process has that has least, if they have met.
-        """
-        arrangement = self.arrangement
-        memory = None if arrangement.budget is not None else self.backend.memory()
-        if memory is None:
-            return arrangement.budget
-        streaming = arrangement.layout.streaming_bytes
-        # what is free still includes what the first backward will allocate
-        if torch.is_grad_enabled():
-            streaming = min(streaming, arrangement.layout.device_bytes + self.stream.routes.staging.nbytes())
-        streaming += self.visits.nbytes() + int(SHARE_OF_FREE_MEMORY * memory.free)
-        return min(streaming, self._least_budget or streaming)
 
     # ------------------------------------------------------------------------------------------------- reasons for it
 
@@ -263,15 +248,15 @@ class Engine:
                 edited = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.every_weight)
-            self._least_budget = None
+            self.room.least = None
             has_news = learned.has_news or (learned.order is None and bool(self._called()))
-            own = edited, has_news, self._own_plan, self.budget
+            own = edited, has_news, self._own_plan, self.room.budget
             edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
             for edit in edits:
                 if isinstance(edit, RuntimeError):
                     raise edit
             self.window.note_edited(edits[processes.owner])
-            self._least_budget = min(filter(None, budgets), default=None)
+            self.room.least = min(filter(None, budgets), default=None)
             if any(news):
                 learned.agree(self.module, self.arrangement.units, self._called(), processes)
                 self._conclude()
@@ -289,7 +274,7 @@ class Engine:
             self.rearrange()
         else:  # the plan was made for other units
             self._follow(None, anew=True)
-            self.activations.measure_anew(self.budget is not None)
+            self.activations.measure_anew(self.room.budget is not None)
 
     def _called(self) -> list[str]:
         """Return the names of units that the last step has called, in the order of their calls."""
@@ -298,6 +283,7 @@ class Engine:
     def _follow(self, plan: WindowPlan | None, anew: bool = False) -> None:
         """Adopt the window that the planner wants, and what becomes of activations; place weights `anew` anyway."""
         before, self.plan = self.plan, plan
+        self.waiting.follow(None if plan is None else plan.waiting)
         if anew or (before and before.window) != (plan and plan.window):
             self.place()
         elif plan is not None and self.arrangement.layout.window is before:
@@ -319,7 +305,7 @@ class Engine:
                     self.window.write_back_all()
                 autocasts.switch(known, dtype, seen)
                 self.place()
-                self.activations.measure_anew(self.budget is not None)
+                self.activations.measure_anew(self.room.budget is not None)
                 return
             elif member.is_streamed:
                 autocasts.noted[member.name] = dtype

@@ -54,6 +54,7 @@ class Pipeline:
         processes: All processes that train the model; None if there are no others.
         stats: Counters of what the engine has done.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
+        waiting: Decides whose gradients wait on the device.
 
     Raises:
         ValueError: If an option does not fit the module or the available memory. After any exception, also a
@@ -101,6 +102,7 @@ class Pipeline:
         self._parts = engine
         self.stats = engine.stats
         self.optimizers = engine.optimizers
+        self.waiting = engine.waiting
         try:
             self._attach()
         except BaseException:
@@ -258,7 +260,7 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._parts.budget
+        return self._parts.room.budget
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

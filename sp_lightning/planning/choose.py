@@ -24,6 +24,7 @@ from sp_lightning.planning.memory import (
     host_bytes,
     landing_bytes,
     weight_bytes,
+    with_waiting,
 )
 from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
 
@@ -90,7 +91,7 @@ def choose(
     """
     units = max(1, len(workload.units))
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
-    if (missing := first_host_bytes(workload) - host_budget) > 0:
+    if (missing := first_host_bytes(workload, budget) - host_budget) > 0:
         waiting = landing_bytes(workload, Choice(1))
         sums = sum(unit.gradient_bytes for unit in workload.everything) if workload.adds_up else 0
         parts = {
@@ -175,7 +176,7 @@ class _Search:
         work = self._workload
         drafts = [self._choice(_Draft(k, policy)) for policy in _POLICIES]
         fitting = [choice for choice in drafts if host_bytes(work, choice) <= self._host_room]
-        least = min(fitting, key=partial(device_bytes, work))
+        least = min(fitting or drafts, key=partial(device_bytes, work))
         unit = max(work.units or work.everything, key=lambda unit: unit.weight_bytes)
         working = max((way.working for way in least.ways), default=0)
         parts = [
@@ -207,7 +208,8 @@ class _Search:
         able = [number for number in self._able_to_visit if number not in living]
         first = len(self._workload.units) - draft.keeping
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
-        return Choice(draft.k, living, _spread(round(draft.visits * len(able)), able), ways)
+        choice = Choice(draft.k, living, _spread(round(draft.visits * len(able)), able), ways)
+        return with_waiting(self._workload, choice, self._host_room)
 
 
 def _way(ways: Sequence[Way], policy: Policy) -> Way:

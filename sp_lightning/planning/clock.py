@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import math
 
+from sp_lightning.pipeline.gradients.landing import FEW
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.planning.memory import device_bytes, host_bytes
-from sp_lightning.planning.work import Choice, Machine, Prediction, UnitWork, Workload
+from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
 
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
@@ -85,6 +86,7 @@ class _Pass:
         self._ways = workload.ways(choice)
         self._leaving = [*(way.leaving for way in self._ways[:-1]), 0, 0]
         self._gradients = workload.gradients_to_host(choice)
+        self._waiting = set(choice.waiting)
         # where units are stepped that do not live on the device
         elsewhere = self._living.union(choice.visiting)
         self._on_host = [n for n in numbers if steps and self._units[n].step_bytes and n not in elsewhere]
@@ -166,12 +168,14 @@ class _Pass:
             if max(self._visited, self._come[number]) + self._machine.visit(unit.visit_up, unit.visit_down) > until:
                 break
             self._early.pop()
-            self._ready[number] = self._visit(unit, self._come[number])
+            self._ready[number] = self._visit(number, self._come[number])
 
-    def _visit(self, unit: UnitWork, ready: float) -> float:
+    def _visit(self, number: int, ready: float) -> float:
         """Have a unit visit; return when it is over."""
-        # gradients that were added up lie on the host
-        up = unit.visit_up if self._workload.gradients_stay else unit.visit_up + unit.gradient_bytes
+        unit = self._units[number]
+        # gradients that were added up lie on the host, unless they wait on the device
+        is_there = self._workload.gradients_stay or number in self._waiting
+        up = unit.visit_up if is_there else unit.visit_up + unit.gradient_bytes
         begin = max(ready, self._visited)
         self._visited = begin + self._machine.visit(up, unit.visit_down)
         self.up.moved += up
@@ -184,13 +188,26 @@ class _Pass:
             self._come = [max(self._come)] * len(self._come)
         for number in self._visiting:
             self._ready[number] = max(self._come)
+        # gradients that have waited on the device come through few buffers, each freed by a step
+        late = [number for number in self._on_host if number in self._waiting]
+        late.sort(reverse=not self._steps_in_backward)  # the next one is last
+        ready = {number: self._come[number] for number in late}
+        for number in late[:-FEW]:
+            self._come[number] = math.inf
+        for number in reversed(late[-FEW:]):
+            self._come[number] = self.down.move(self._workload.bytes_that_wait(number), ready[number])
+        del late[-FEW:]
         # what is resident is first
         waiting = {number: (number + 1) % len(self._come) for number in self._on_host}
         while waiting:
             come = [number for number in waiting if self._come[number] <= self._host.free]
             number = min(come or waiting, key=(waiting if come else self._come).__getitem__)
             del waiting[number]
-            self._ready[number] = self._host.move(self._units[number].step_bytes, self._come[number])
+            stepped = self._ready[number] = self._host.move(self._units[number].step_bytes, self._come[number])
+            if number in ready and late:
+                follows = late.pop()
+                begin = max(stepped, ready[follows])
+                self._come[follows] = self.down.move(self._workload.bytes_that_wait(follows), begin)
 
     def _run_forward(self) -> None:
         """Run through a forward, in which units wait for their steps, and visits bring them."""
@@ -210,7 +227,7 @@ class _Pass:
             nbytes = 0 if is_there else unit.weight_bytes
             if number in self._visiting:
                 nbytes = max(0, nbytes - unit.bytes_after_step)
-                arrived = self._visit(unit, max(begin, self._ready[number], self.up.free))
+                arrived = self._visit(number, max(begin, self._ready[number], self.up.free))
                 self.up.free = arrived
             elif is_there and self._steps and number not in self._living:
                 nbytes = unit.bytes_after_step

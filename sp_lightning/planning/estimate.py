@@ -97,6 +97,7 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         resident=resident,
         stepping=stepping,
         adds_up=given.devices * given.accumulate > 1,
+        may_wait=given.devices == 1 and given.steps_by_weight,
         micro_steps=given.accumulate,
         staging_buffers=STAGING_BUFFERS if given.devices == 1 else STAGING_OF_SEVERAL,
         # sums are read and written, and gradients read
@@ -207,5 +208,5 @@ def _work(unit: Unit, given: Assumptions, facts: ModelFacts, policies: Sequence[
         backward_seconds=forward * (1 + masters / max(1, weights)) + _ATTENTION_BACK * attention,
         step_bytes=work.step_bytes + lowered + added,
         ways=ways_of([call], forward + attention, policies),
-        host_bytes=work.host_bytes + sums,
+        sum_bytes=sums,
     )

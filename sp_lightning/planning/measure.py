@@ -53,6 +53,7 @@ def work_of(
         step_bytes=2 * (masters + state) + sum(weight.compute_bytes for weight in trained),
         bytes_on_device=on_host + masters + meanwhile if lives else 0,  # with gradients, as many as masters
         host_bytes=on_host,
+        master_bytes=masters,
         bytes_after_step=sent_bytes(trained),
     )
     if not visits or not trained:
@@ -79,6 +80,11 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         lives=plans and (is_free or not is_stepped) and (not trains or states.may_live_on_device(masters)),
         visits=is_free and processes is None and states.may_visit(unit, engine.steps.fused),
     )
+
+
+def _with_sums(work: UnitWork, micro_steps: int) -> UnitWork:
+    """Return a unit's work with what sums of its gradients take of host memory."""
+    return replace(work, sum_bytes=work.master_bytes) if micro_steps > 1 else work
 
 
 class FirstSteps:
@@ -136,15 +142,6 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     steps = [step for step in steps if any(kind is Kind.BACKWARD for kind, _, _ in step)] or steps
     fastest: dict[_Phase, float] = defaultdict(float)
     fastest |= {phase: min(step[phase] for step in steps) for phase in set(chain(*steps))}
-    units = [
-        replace(
-            measured_work(engine, unit, measured.trains),
-            forward_seconds=fastest[Kind.FORWARD, False, unit.name],
-            backward_seconds=fastest[Kind.BACKWARD, True, unit.name],
-            ways=ways,
-        )
-        for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
-    ]
     stepping: Stepping | None = None
     micro_steps = 1
     if measured.optimizer_steps:
@@ -152,14 +149,29 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         stepping = "after backward" if _waits_for_all(recording) else "under forward"
         if engine.stats.steps_in_backward:
             stepping = "in backward"
+    units = [
+        replace(
+            _with_sums(measured_work(engine, unit, measured.trains), micro_steps),
+            forward_seconds=fastest[Kind.FORWARD, False, unit.name],
+            backward_seconds=fastest[Kind.BACKWARD, True, unit.name],
+            ways=ways,
+        )
+        for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
+    ]
+    resident = _with_sums(measured_work(engine, engine.arrangement.resident, measured.trains), micro_steps)
+    add_seconds = _seconds(_of_kind(recording.spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps)
+    if engine.waiting.waited:  # the device has added them up; the host would read and write sums, and read gradients
+        add_seconds = max(add_seconds, 3 * sum(unit.sum_bytes for unit in (*units, resident)) / machine.host)
     return Workload(
         units=tuple(units),
-        resident=measured_work(engine, engine.arrangement.resident, measured.trains),
+        resident=resident,
         trains=measured.trains,
         stepping=stepping,
         micro_steps=micro_steps,
+        adds_up=micro_steps > 1,
         staging_buffers=engine.memory.staging_buffers,
-        add_seconds=_seconds(_of_kind(recording.spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps),
+        may_wait=engine.waiting.is_limited,
+        add_seconds=add_seconds,
         rest_seconds=max(0.0, fastest[_REST]),
         turn_bytes=0 if auto is None else auto.turn_bytes,
         outside_bytes=measured.activation_bytes if auto is None else auto.outside_bytes,
@@ -169,7 +181,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
 def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine:
     """Return the speed of copies and of the optimizer; what is not recorded is as it was found before."""
     to_device = _rate(recording, Kind.LOAD, Kind.FETCH) or before.to_device
-    to_host = _rate(recording, Kind.GRADIENTS, Kind.OFFLOAD) or min(before.to_host, to_device)
+    to_host = _rate(recording, Kind.GRADIENTS, Kind.LATE_GRADIENTS, Kind.OFFLOAD) or min(before.to_host, to_device)
     # steps are recorded by what they read and write beside state
     units = engine.arrangement.all_units
     recorded = sum(work_of(unit).step_bytes for unit in units)

@@ -7,17 +7,20 @@ theirs, and those after it hold nothing yet, or nothing any more. What the unit 
 the host, or be coming back already. So the peak is the largest, over all units, of what the units before one hold, what
 of the last of them is under way, and what that one needs to compute; or, at the turn from forward to backward, what all
 units hold and what is taken after them. Gradients of units that visit stay from their backward until they are stepped,
-in the next forward: while a unit computes, its own and those of units after it are there.
+in the next forward: while a unit computes, its own and those of units after it are there. So do gradients that wait on
+the device because the host has no room; sums of several micro-batches are there all the time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from sp_lightning.optim.on_device import BYTES_MEANWHILE, PIECE
 from sp_lightning.pipeline.activations.memory import Footprint
-from sp_lightning.pipeline.gradients.routes import landing_buffers
+from sp_lightning.pipeline.gradients.landing import landing_buffers, three_buffers
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.window.places import place_in_arena
@@ -40,28 +43,67 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 
 
 def gradient_bytes(workload: Workload, choice: Choice) -> int:
-    """Return the device memory for gradients on their way to the host."""
-    return workload.staging_buffers * max(workload.gradients_to_host(choice))
+    """Return the device memory for gradients on their way to the host, or for the norms of those that wait."""
+    return workload.staging_buffers * max(workload.gradients_to_host(replace(choice, waiting=())))
 
 
 def landing_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
     gradients = sorted(workload.gradients_to_host(choice), reverse=True)
-    if workload.stepping == "in backward" or workload.adds_up:
+    pass_through = workload.stepping == "in backward" or workload.adds_up
+    if choice.waiting:  # all others pass through the same buffers, if they do
+        elsewhere = set(range(len(workload.everything))).difference(choice.living)
+        few = sum(three_buffers(map(workload.bytes_that_wait, elsewhere)))
+        return few + (0 if pass_through else sum(gradients))
+    if pass_through:
         gradients = gradients[: landing_buffers(len(gradients))]
     return sum(gradients)
 
 
 def host_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for weights, gradients, optimizer state, and activations that wait there."""
-    living = set(choice.living)
-    on_host = sum(unit.host_bytes for number, unit in enumerate(workload.everything) if number not in living)
+    living, waiting = set(choice.living), set(choice.waiting)
+    units = [(number, unit) for number, unit in enumerate(workload.everything) if number not in living]
+    on_host = sum(unit.host_bytes + unit.sum_bytes * (number not in waiting) for number, unit in units)
     return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in workload.ways(choice))
 
 
-def first_host_bytes(workload: Workload) -> int:
-    """Return the host memory of the steps before there is a plan: nothing lives on the device."""
-    return host_bytes(workload, Choice(1))
+def first_host_bytes(workload: Workload, device_room: float = 0.0) -> int:
+    """Return the host memory of the steps before there is a plan: nothing lives on the device.
+
+    As many gradients wait there as there is room for.
+    """
+    units = workload.units
+    ways = [next((way for way in unit.ways if way.policy == "recompute"), unit.ways[0]) for unit in units]
+    first = Choice(min(2, max(1, len(units))), ways=tuple(ways))
+    able = _able_to_wait(workload, first)
+    most = bisect_right(able, device_room, key=lambda last: device_bytes(workload, _waiting_to(first, able, last)))
+    waiting = [first, replace(first, waiting=able[:most])]
+    return min(host_bytes(workload, choice) for choice in waiting)
+
+
+def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice:
+    """Return the choice with as few gradients waiting on the device as the host has no room for."""
+    if host_bytes(workload, choice) <= host_room:
+        return choice
+    able = _able_to_wait(workload, choice)
+    least = bisect_left(able, True, key=lambda last: host_bytes(workload, _waiting_to(choice, able, last)) <= host_room)
+    return replace(choice, waiting=able[: least + 1])
+
+
+def _able_to_wait(workload: Workload, choice: Choice) -> tuple[int, ...]:
+    """Return the units whose gradients may wait; first those that wait shortest."""
+    passing = workload.micro_steps == 1 and workload.stepping != "after backward"
+    if passing or not workload.may_wait or not workload.trains:
+        return ()
+    staying = {*choice.living, *(choice.visiting if workload.gradients_stay else ())}
+    units = enumerate(workload.everything)
+    return tuple(number for number, unit in units if unit.gradient_bytes and number not in staying)
+
+
+def _waiting_to(choice: Choice, able: tuple[int, ...], last: int) -> Choice:
+    """Return the choice with the gradients of the first units waiting, up to one of those that are able to."""
+    return replace(choice, waiting=able[: able.index(last) + 1])
 
 
 def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:
@@ -84,11 +126,15 @@ def activation_bytes(workload: Workload, choice: Choice) -> int:
     """Return the peak device memory for saved tensors, gradients that stay, and what units and the turn take."""
     if not workload.trains:
         return workload.outside_bytes
+    always = workload.outside_bytes
     staying: list[int] = []
-    if workload.gradients_stay and choice.visiting:
-        visiting = set(choice.visiting)
-        staying = [unit.gradient_bytes * (number in visiting) for number, unit in enumerate(workload.units)]
-    return peak(workload.ways(choice), workload.turn_bytes, staying) + workload.outside_bytes
+    if workload.gradients_stay and (choice.visiting or choice.waiting):
+        stay = {*choice.visiting, *choice.waiting}
+        staying = [unit.gradient_bytes * (number in stay) for number, unit in enumerate(workload.units)]
+        always += workload.resident.gradient_bytes * (len(workload.units) in stay)
+    elif choice.waiting:  # sums
+        always += sum(map(workload.bytes_that_wait, choice.waiting))
+    return peak(workload.ways(choice), workload.turn_bytes, staying) + always
 
 
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations

@@ -22,9 +22,9 @@ from typing_extensions import override
 from sp_lightning.pipeline import Engine, Planner, WindowPlan, available_host_memory
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
-from sp_lightning.planning.memory import first_host_bytes
+from sp_lightning.planning.memory import host_bytes
 from sp_lightning.planning.rates import probe
-from sp_lightning.planning.work import Machine, UnitWork
+from sp_lightning.planning.work import Choice, Machine, UnitWork, Workload
 
 _HOST_ROOM = 2  # of the host memory that is free, activations may wait in one part of so many
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
@@ -61,7 +61,7 @@ class AutoPlanner(Planner):
         before = self._units, self._trains
         if arrangement.layout is not self._layout:
             self._layout = arrangement.layout
-            may_stream = engine.budget is not None and arrangement.units
+            may_stream = engine.room.budget is not None and arrangement.units
             self._units = tuple(map(work_of, arrangement.all_units)) if may_stream else ()
         if not self._units:
             return None
@@ -106,7 +106,7 @@ class AutoPlanner(Planner):
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
-        options, budget = engine.options, engine.budget
+        options, budget = engine.options, engine.room.budget
         machine = machine_of(engine, measured.recording, self._machine)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
@@ -114,11 +114,12 @@ class AutoPlanner(Planner):
         self._machine = machine
         assert budget is not None
         free = available_host_memory()
+        taken = host_bytes(workload, _as_measured(engine, workload))
         search = partial(
             choose,
             workload,
             machine,
-            host_budget=math.inf if free is None else first_host_bytes(workload) + free / _HOST_ROOM,
+            host_budget=math.inf if free is None else taken + free / _HOST_ROOM,
             k=options.slots,
             by_size=torch.are_deterministic_algorithms_enabled(),  # no two runs measure the same
         )
@@ -133,6 +134,7 @@ class AutoPlanner(Planner):
             k=choice.k,
             on_device=tuple(unit.name for unit in living),
             visiting=tuple(workload.units[number].name for number in choice.visiting),
+            waiting=tuple(workload.everything[number].name for number in choice.waiting),
             on_device_bytes=sum(unit.bytes_on_device for unit in living),
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,
@@ -142,3 +144,9 @@ class AutoPlanner(Planner):
         if self._tell is not None:
             self._tell(plan)
         return plan
+
+
+def _as_measured(engine: Engine, workload: Workload) -> Choice:
+    """Return how the first steps were made, as far as it matters to host memory."""
+    waited = engine.waiting.waited
+    return Choice(1, waiting=tuple(number for number, unit in enumerate(workload.everything) if unit.name in waited))

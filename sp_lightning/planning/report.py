@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.room import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import OF_SYSTEM, Assumptions, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
@@ -246,8 +246,10 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
         faster, _ = estimate(module, replace(given, compute=given.compute_at_best))
         at_best = choose(faster, machine, budget, host_budget=host_budget)
     # before there is a plan, nothing lives on the device
-    most = max(step.host_bytes, first_host_bytes(workload))
-    return replace(row, step=replace(step, host_bytes=most), at_best=at_best)
+    first = first_host_bytes(workload)
+    if first > host_budget:  # then gradients wait on the device
+        first = first_host_bytes(workload, budget)
+    return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
 
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:

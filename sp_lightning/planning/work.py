@@ -48,8 +48,11 @@ class UnitWork:
     visit_up: int = 0
     visit_down: int = 0
     visit_bytes: int = 0  # of the device, for the pieces of its visit, and for stepping them
-    # for weights, the copies that are sent, optimizer state, and sums of several devices' gradients
+    # for weights, the copies that are sent, and optimizer state
     host_bytes: int = 0
+    # for sums of gradients, of micro-batches or of several devices, unless they wait on the device
+    sum_bytes: int = 0
+    master_bytes: int = 0  # of the weights that are trained
     # sent to the device after a step, if weights that are not stepped still lie there
     bytes_after_step: int = 0
 
@@ -74,6 +77,8 @@ class Workload:
     # whether several devices add their gradients up on the host, as they come
     adds_up: bool = False
     staging_buffers: int = STAGING_BUFFERS  # that gradients on their way to the host take on the device
+    # whether gradients may wait on the device until they are used, where the host has no room for them
+    may_wait: bool = False
 
     @cached_property
     def everything(self) -> tuple[UnitWork, ...]:
@@ -90,10 +95,15 @@ class Workload:
         return choice.ways or [unit.ways[0] for unit in self.units]
 
     def gradients_to_host(self, choice: Choice) -> list[int]:
-        """Return the bytes of each unit's gradients that go to the host; those of what is resident are last."""
-        staying = {*choice.living, *(choice.visiting if self.gradients_stay else ())}
+        """Return the bytes of each unit's gradients that backward sends; those of what is resident are last."""
+        staying = {*choice.living, *choice.waiting, *(choice.visiting if self.gradients_stay else ())}
         units = enumerate(self.everything)
         return [0 if number in staying else unit.gradient_bytes for number, unit in units]
+
+    def bytes_that_wait(self, number: int) -> int:
+        """Return the bytes of a unit's gradients if these wait on the device."""
+        unit = self.everything[number]
+        return unit.sum_bytes if self.micro_steps > 1 else unit.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,8 @@ class Choice:
     visiting: tuple[int, ...] = ()
     # what becomes of each unit's activations; if empty, the first of each unit's ways
     ways: tuple[Way, ...] = ()
+    # units whose gradients wait on the device until they are stepped
+    waiting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

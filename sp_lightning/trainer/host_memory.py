@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -139,19 +140,27 @@ def _wait_for_all(trainer: Any, _: Any) -> None:
     trainer.strategy.barrier()
 
 
-def check_optimizer_memory(optimizers: Sequence[Optimizer], gradients_pass: bool, lightning: FabricNamespace) -> None:
-    """Refuse, before the first step makes them, gradients and optimizer state that do not fit into host memory.
+def check_optimizer_memory(
+    optimizers: Sequence[Optimizer], gradients_pass: bool, some_may_wait: bool, lightning: FabricNamespace
+) -> float:
+    """Return what gradients may take of host memory beside optimizer state; infinite if all of them fit.
 
-    If memory runs out, the system ends the process without an error. If `gradients_pass`, they are stepped as they
-    come, and never wait for all others.
+    If `gradients_pass`, they are stepped as they come, and never wait for all others. Else `some_may_wait` on the
+    device, where there is room. Checked is before the first step makes any: if memory runs out, the system ends the
+    process without an error.
+
+    Raises:
+        MisconfigurationException: Gradients and optimizer state do not fit.
     """
     free = available_host_memory()
     share = _PASSING if gradients_pass else 1.0
     trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
     gradients = int(share * _nbytes(trained))
     state = sum(map(_state_bytes, optimizers))
-    if free is None or not state or gradients + state <= free:
-        return
+    if free is None or gradients + state <= free:
+        return math.inf
+    if some_may_wait and _PASSING * gradients + state <= free:
+        return free - state
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     raise lightning.misconfiguration(
         f"{names} would keep {readable_bytes(state)} of optimizer state in CPU memory, and "

@@ -84,6 +84,8 @@ class SteppingPlan:
     needs_norms: bool
     # what becomes of the gradients that the step has used: whether something may read them
     afterwards: Afterwards
+    # whether nobody but the optimizer reads gradients, so that they may wait on the device for it
+    gradients_may_wait: bool
 
     @property
     def gradients_pass(self) -> bool:
@@ -160,19 +162,24 @@ class StepsMixin(StrategyPart):
         needs_norms = scales or _is_users(self._module, "configure_gradient_clipping")
         reasons = [] if automatic else ["the step is not one of automatic optimization"]
         reasons += self._looks_at_gradients(trainer.callbacks)
+        clips_each = bool(limit) and trainer.gradient_clip_algorithm == "value"
+        afterwards = self._afterwards(trainer.callbacks)
+        is_off = pipeline.options.overlap_optimizer is False
+        why_not = "`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer)
+        nobody_looks = not reasons and not clips_each and afterwards is Afterwards.DROPPED
         if limit:
-            needs_norms |= trainer.gradient_clip_algorithm != "value"
+            needs_norms |= not clips_each
             reasons.append(f"`gradient_clip_val={limit}` looks at all gradients")
         if scales:
             reasons.append("the loss scaler has to look at all gradients")
-        is_off = pipeline.options.overlap_optimizer is False
         return SteppingPlan(
             optimizer,
             automatic,
-            why_not="`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer),
+            why_not=why_not,
             why_not_in_backward=next(iter(reasons), None),
             needs_norms=needs_norms,
-            afterwards=self._afterwards(trainer.callbacks),
+            afterwards=afterwards,
+            gradients_may_wait=nobody_looks and why_not is None,
         )
 
     def _looks_at_gradients(self, callbacks: list[Any]) -> list[str]:

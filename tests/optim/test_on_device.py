@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning import optim
 from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.on_device import step_on_device
+from sp_lightning.optim.rules import Memory
 
 from .parts import CASES, compare
 
@@ -39,3 +41,53 @@ def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         return [weight.detach(), *optimizer.state[weight].values()]
 
     assert all(torch.equal(*pair) for pair in zip(stepped(1 << 20), stepped(2 * BLOCK), strict=True))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("moments", "dtype"), [("fp32", torch.bfloat16), ("int8", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_neighbors_are_stepped_together(moments: str, dtype: torch.dtype) -> None:
+    """Twelve weights that lie one behind the other take few kernels more than one weight, and have the same bits."""
+
+    def stepped(join: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(4 + number, BLOCK).to(dtype)) for number in range(12)]
+        optimizer = optim.AdamW(weights, moments=moments)
+        group = optimizer.param_groups[0]
+        works = [passes.Work(weight.detach(), torch.randn_like(weight), optimizer.state[weight]) for weight in weights]
+        steps = passes.passes_of(optimizer.update, group, works)
+        fields = zip(*[step.memory for step in steps], strict=True)
+        lying = [
+            None if tensors[0] is None else torch.cat([each.reshape(-1) for each in tensors]) for tensors in fields
+        ]
+        sizes = [[0 if tensor is None else tensor.numel() for tensor in step.memory] for step in steps]
+        begins = [0] * len(lying)
+        for number, step in enumerate(steps):
+            views = [
+                None if all is None else all[begin : begin + size]
+                for all, begin, size in zip(lying, begins, sizes[number], strict=True)
+            ]
+            begins = [begin + size for begin, size in zip(begins, sizes[number], strict=True)]
+            steps[number] = step._replace(memory=Memory(*views))
+        with Kernels() as kernels:
+            for step in on_device.together(steps) if join else steps:
+                step_on_device(step)
+        return [tensor for tensor in lying if tensor is not None], kernels.count
+
+    expected, many = stepped(join=False)
+    actual, few = stepped(join=True)
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
+    print(f"{many} kernels, together {few}")
+    assert few <= many / 12 + 12

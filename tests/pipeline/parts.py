@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline import Backend, HostBackend
-from sp_lightning.pipeline.lanes.lanes import Job, Lane, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, Worker
 
 
 class DoneTicket(Ticket):
@@ -62,7 +62,7 @@ class RecordingBackend(Backend):
         return self._copy("upload", target, source)
 
     @override
-    def beside(self, lane: Lane, job: Job) -> Ticket:
+    def beside(self, kind: Kind, job: Job) -> Ticket:
         job.action()
         return DoneTicket()
 

@@ -176,6 +176,13 @@ def test_host_memory_that_suffices_or_not(free: int | None, monkeypatch: pytest.
     Pipeline(module, "cpu", options=PipelineOptions(units=Block)).detach()
 
 
+def test_gradients_may_take_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device has a limit, what the host has no room for may wait there."""
+    monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: 20_000)
+    with superpipeline(model(), "cpu", units=Block, memory_budget="1MB") as pipeline:
+        assert 0 < pipeline.waiting.host_bytes < 20_000
+
+
 @pytest.mark.parametrize("units", [Block, nn.Linear])
 @pytest.mark.parametrize(
     "part",

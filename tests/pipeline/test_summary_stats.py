@@ -86,7 +86,7 @@ def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.Mon
     assert dict(summary.rows())["optimizer updates"].startswith("1 stay on the GPU, 2 are updated there, the others")
     memory = DeviceMemory(total=4000, free=1000, allocated=3000, peak=3000, peak_so_far=3000, retries=0)
     monkeypatch.setattr(pipeline.backend, "memory", lambda: memory)
-    assert pipeline._engine.budget == summary.device_bytes + summary.gradient_bytes + 900, "what streams counts"
+    assert pipeline.budget == summary.device_bytes + summary.gradient_bytes + 900, "what streams counts"
     pipeline.detach()
 
 

@@ -99,7 +99,8 @@ class Fixed(Planner):
     """Wants one window after the other, a step each, and from the last one on always that.
 
     Args:
-        windows: k, the numbers of units that live on the device, and of those that visit; resident weights come last.
+        windows: k, the numbers of units that live on the device, of those that visit, and of those whose gradients wait
+            there; resident weights come last.
     """
 
     def __init__(self, *windows: tuple[Any, ...]) -> None:
@@ -117,12 +118,13 @@ class Fixed(Planner):
         k, *chosen = self._windows.pop(0) if len(self._windows) > 1 else self._windows[0]
         units = arrangement.units
         everything = [*units, arrangement.resident] if arrangement.resident.every_weight else units
-        numbers = [*chosen, (), ()][:2]
-        on_device, visiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
+        numbers = [*chosen, (), (), ()][:3]
+        on_device, visiting, waiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
         return WindowPlan(
             k,
             on_device=tuple(unit.name for unit in on_device),
             visiting=tuple(unit.name for unit in visiting),
+            waiting=tuple(unit.name for unit in waiting),
             on_device_bytes=sum(measured_work(engine, unit).bytes_on_device for unit in on_device),
         )
 
@@ -143,7 +145,8 @@ class Wanders(Planner):
             units = [unit.name for unit in arrangement.units]
             living = self._draw([*units, arrangement.resident.name])
             visiting = self._draw(units)
-            self._plan = WindowPlan(self._random.randint(1, 3), on_device=living, visiting=visiting)
+            waiting = self._draw([*units, arrangement.resident.name])
+            self._plan = WindowPlan(self._random.randint(1, 3), on_device=living, visiting=visiting, waiting=waiting)
         return self._plan
 
     def _draw(self, names: Sequence[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,26 @@ def test_gradients_that_add_up(name: str, window: Any) -> None:
     blocks = MACHINES[name]
     workload = blocks.workload(micro_steps=3, add_seconds=blocks.units * blocks.step * 2 / 3)
     compare(blocks, window, workload, accumulate=3)
+
+
+@pytest.mark.parametrize("waiting", [range(16), range(8)], ids=["all", "half"])
+@pytest.mark.parametrize("training", [{"clip": True}, {"accumulate": 4}, {"clip": True, "accumulate": 4}], ids=str)
+@pytest.mark.parametrize("name", MACHINES)
+def test_gradients_wait(name: str, training: dict[str, Any], waiting: range) -> None:
+    """On the device, until the host updates their units: within 5 % of the time that it takes, mostly.
+
+    Where gradients are the slowest, and half of them wait, those that do not leave later than is assumed.
+    """
+    blocks, micro_steps = MACHINES[name], training.get("accumulate", 1)
+    waits = "after backward" if training.get("clip") else "in backward"
+    adding = blocks.units * blocks.step * 2 / 3 * (micro_steps > 1)
+    workload = blocks.workload(stepping=waits, micro_steps=micro_steps, add_seconds=adding, may_wait=True)
+    workload = replace(workload, units=tuple(replace(unit, sum_bytes=UNIT_BYTES) for unit in workload.units))
+    real = blocks.train(Fixed((2, (), (), waiting)), steps=4, in_backward=waits == "in backward", **training)
+    predicted = predict(workload, blocks.machine, Choice(2, waiting=tuple(waiting)))
+    assert real.stats.late_gradients == 4 * len(waiting)
+    is_mixed = name == "gradients are the slowest" and len(waiting) == 8 and "clip" in training
+    assert predicted.seconds == pytest.approx(real.seconds[-1], rel=0.09 if is_mixed else 0.05)
 
 
 @pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)

@@ -5,19 +5,18 @@
       |                |--------> landing buffer ----> added to what is there       add
       |                |--------> landing buffer ----> the optimizer                pass_to_step
       |                `-- its share of all processes' --> memory that they share  processes/averages.py
-      `---------------------------------------- (its norm alone, if it is measured) stay
+      `---------------------------------------- (its norm alone, if it is measured) stay, and be added up
 
 A unit's gradients are put together in a *staging buffer* on the device, and leave it with one copy. Those that do not
 stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. There are
-few, of fixed sizes: they limit how far work on the host may fall behind.
+few, of fixed sizes (landing.py): they limit how far work on the host may fall behind.
 
 What lands in memory beside the masters brings its norms, if these are measured; norms of sums are measured there. What
-stays is read there when the unit visits, or brought home if somebody needs it on the host before.
+stays is read there when the unit visits, or goes to the host as the optimizer needs it there (waiting.py).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -26,21 +25,16 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.segment_gradients import (
-    Gradient,
-    GradientMemory,
-    LandingBuffer,
-    SegmentGradients,
-)  # fmt: skip
-from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.gradients.landing import LandingBuffers
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, LandingBuffer, SegmentGradients
+from sp_lightning.pipeline.gradients.waiting import WaitingRoom, add_on_device, move_to_host
+from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.buffers import HostBuffer, tensor_in
+from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes
 from sp_lightning.pipeline.window.window import Window
-
-_UNITS_PER_BUFFER = 5  # landing buffers limit how far the optimizer may fall behind
 
 
 class StagingBuffers:
@@ -91,62 +85,6 @@ class StagingBuffers:
         self.count = STAGING_BUFFERS
 
 
-def landing_buffers(units: int) -> int:
-    """Return how many landing buffers there are, for so many units."""
-    return max(2, -(-units // _UNITS_PER_BUFFER))
-
-
-class LandingBuffers:
-    """Host memory through which gradients pass: buffers of the sizes of the largest units, made when first needed."""
-
-    _sizes: list[int]  # the smallest first
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._buffers: list[LandingBuffer] = []
-        self._released = threading.Condition()
-
-    def serve(self, units: Sequence[Unit]) -> None:
-        """Have buffers for these units, from when one is needed."""
-        sizes = sorted(gradient_bytes(unit.weights) for unit in units)
-        self._sizes = sizes[-landing_buffers(len(units)) :]
-
-    def make_room(self, nbytes: int) -> None:
-        """Have a buffer for so much, too, in place of the smallest, before the first is taken."""
-        self._sizes = sorted([*self._sizes, nbytes])[1:]
-
-    def take(self, nbytes: int) -> LandingBuffer:
-        """Take the smallest buffer that is large enough; block until it is free."""
-        with self._released:
-            if not self._buffers:
-                made = [HostBuffer(size, self._backend, pin=True) for size in self._sizes]
-                self._buffers = [LandingBuffer(buffer, self._released) for buffer in made]
-            # some weights were frozen, or lowered; it is used once
-            if nbytes > self._buffers[-1].bytes.nbytes:
-                return LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released)
-            self._released.wait_for(lambda: self._fitting(nbytes))
-            buffer = self._fitting(nbytes)[0]
-            buffer.is_free = False
-            return buffer
-
-    def _fitting(self, nbytes: int) -> list[LandingBuffer]:
-        return [buffer for buffer in self._buffers if buffer.is_free and buffer.bytes.nbytes >= nbytes]
-
-    def abandon(self) -> None:
-        """Release all buffers, after an exception."""
-        for buffer in self._buffers:
-            buffer.release()
-
-    def nbytes(self) -> int:
-        """Return the bytes of host memory."""
-        return sum(buffer.bytes.nbytes for buffer in self._buffers)
-
-    def close(self) -> None:
-        """Free the memory, when no copy is under way; what lies in it keeps it."""
-        while self._buffers:
-            self._buffers.pop().host.release()
-
-
 class _Sum(NamedTuple):
     """A sum of gradients of one weight."""
 
@@ -173,10 +111,10 @@ def _add_up(sums: Sequence[_Sum], norm_dtype: torch.dtype | None) -> None:
 class Routes:
     """Sends units' gradients to the host, each in one copy and in the dtype they were computed in."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window, waiting: WaitingRoom) -> None:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(window.units, window.backend)
-        self.landing = LandingBuffers(window.backend)
+        self.landing = LandingBuffers(window.backend, waiting)
         self._backend = window.backend
         self._stats = window.stats
 
@@ -213,34 +151,49 @@ class Routes:
         moved = 2 * sum(of_weight.total.nbytes for of_weight in sums)
         after = [ticket for ticket in (earlier, of_segment.ticket) if ticket is not None]
         job = Job(partial(_add_up, sums, norm_dtype), after, moved, buffer.release)
-        of_segment.wait_for(self._backend.trace.work(Kind.ADD, of_segment.unit.name, job))
+        buffer.last_reader = self._backend.trace.work(Kind.ADD, of_segment.unit.name, job)
+        of_segment.wait_for(buffer.last_reader)
 
-    def stay(self, of_segment: SegmentGradients) -> None:
-        """Have gradients stay where they are until the unit visits; their norms leave, if these are measured."""
+    def stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
+        """Have gradients stay on the device, added to those that have, until the unit is updated.
+
+        Their norms leave, if these are measured. If the device has no memory for a sum, all go to the host after all.
+        `more_comes` tells whether others are expected, to be added.
+        """
         of_segment.release_memory()  # that nobody needs, and wait for norms that were there
         of_segment.stay()
         gathered = of_segment.take_gathered()
-        for gradient, tensor in gathered.items():
-            like = gradient.weight.layout
-            if tensor.stride() != like.stride():  # a step reads it in the order of memory
-                tensor = tensor.new_empty_strided(like.size(), like.stride()).copy_(tensor)
-            gradient.come(tensor)
-        layout = of_segment.layout
-        if self.measures_norms and layout.norm_dtype is not None:
-            staging = self.staging.take(layout.nbytes)
-            _, measured = staging.views(layout)
-            norms = torch._foreach_norm(list(gathered.values()), 2, layout.norm_dtype)
-            torch.stack(norms, out=measured)
-            memory = of_segment.segment.memory.get_beside("norms", measured.nbytes, pin=True).bytes
-            self.leave(of_segment, memory, staging, layout.norms_at)
-            landed = tensor_in(memory, 0, measured, torch.float32)
-            for gradient, norm in zip(gathered, landed, strict=True):
-                gradient.norm = norm
+        with without_torch_function(), torch.no_grad():
+            for gradient, tensor in list(gathered.items()):
+                try:
+                    add_on_device(gradient, tensor, more_comes)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    break
+                del gathered[gradient]
+        if gathered:
+            move_to_host(of_segment.gradients)
+            of_segment.gather_again(gathered)
+            self.add(of_segment)
+        elif self.measures_norms:
+            self._measure_on_device(of_segment)
 
-    def bring_home(self, of_segment: SegmentGradients) -> None:
-        """Have gradients that have stayed on the device land after all."""
-        of_segment.gather_again()
-        self.keep(of_segment)
+    def _measure_on_device(self, of_segment: SegmentGradients) -> None:
+        """Have the norms of what stays on the device land."""
+        layout = of_segment.layout
+        held = [gradient for gradient in of_segment.trained if gradient.tensor is not None]
+        tensors = [gradient.tensor for gradient in held if gradient.tensor is not None]
+        if layout.norm_dtype is None:
+            return
+        staging = self.staging.take(layout.nbytes)
+        measured = staging.views(layout)[1][: len(held)]
+        torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)
+        memory = of_segment.segment.memory.get_beside("norms", layout.nbytes - layout.norms_at, pin=True).bytes
+        self.leave(of_segment, memory[: measured.nbytes], staging, layout.norms_at)
+        landed = tensor_in(memory, 0, measured, torch.float32)
+        for gradient, norm in zip(held, landed, strict=True):
+            gradient.norm = norm
 
     # ---------------------------------------------------------------------------------------------- parts of the ways
 

@@ -31,7 +31,7 @@ from sp_lightning.pipeline.weights.weight import Leftover, Weight, used_in_backw
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("expected_dtype", "factors", "is_used", "norm", "of_segment", "tensor", "weight")
+    __slots__ = ("expected_dtype", "factors", "is_sum", "is_used", "norm", "of_segment", "tensor", "weight")
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
@@ -44,6 +44,7 @@ class Gradient:
         # what it is still to be multiplied by, one after the other: the inverse of a loss scale, a clipping factor
         self.factors: tuple[Tensor, ...] = ()
         self.is_used = False  # whether an optimizer's step has used what the engine has
+        self.is_sum = False  # whether it was added up on the device, in memory of its own
 
     @property
     def is_seen(self) -> bool:
@@ -53,10 +54,11 @@ class Gradient:
             return True
         return master.grad is not None
 
-    def come(self, tensor: Tensor, norm: Tensor | None = None) -> None:
+    def come(self, tensor: Tensor, norm: Tensor | None = None, is_sum: bool = False) -> None:
         """Note where the engine has it, or will have it, and where its norm."""
         self.tensor = tensor
         self.norm = norm
+        self.is_sum = is_sum
         self.is_used = False
         if self.weight.leftover is Leftover.ZEROS:  # they add nothing
             self.weight.leftover = Leftover.NOTHING
@@ -139,18 +141,26 @@ class GradientMemory:
 
 
 class LandingBuffer(GradientMemory):
-    """Such memory on the host, through which gradients of one unit after the other pass."""
+    """Memory on the host, through which gradients of one unit after the other pass.
+
+    Attributes:
+        users: How many have reserved it, or have gradients in it, or on their way into it.
+        turn: When it was reserved last.
+        last_reader: The job that reads it last, as far as it is known.
+    """
 
     def __init__(self, host: HostBuffer, released: threading.Condition) -> None:
         super().__init__(host.bytes)
         self.host = host
-        self.is_free = True  # whether nothing is on its way into it, or waits in it to be read
+        self.users = 0
+        self.turn = 0
+        self.last_reader: Ticket | None = None
         self._released = released
 
     def release(self) -> None:
-        """Free it, as its gradients have been read."""
+        """Free it for the next user, as its gradients have been read."""
         with self._released:
-            self.is_free = True
+            self.users = max(0, self.users - 1)
             self._released.notify_all()
 
 
@@ -181,7 +191,7 @@ class SegmentGradients:
         self.missing = 0  # how many of the trained ones it has yet to bring
         # whether nothing more may come of the weight that has brought one last
         self.is_last = False
-        self.is_on_device = False  # whether what the engine has stays there, for the unit's visit
+        self.is_on_device = False  # whether what the engine has stays there until the unit is updated
         self.ticket: Ticket | None = None  # comes after everything that is known to be on its way
         self.arrived: GradientMemory | None = None
         self.sums: GradientMemory | None = None
@@ -203,6 +213,10 @@ class SegmentGradients:
     def stay(self) -> None:
         """Note that what the engine has of them stays on the device."""
         self.is_on_device = True
+
+    def leave_device(self) -> None:
+        """Note that what the engine has of them is on the host now."""
+        self.is_on_device = False
 
     @property
     def held(self) -> list[Gradient]:
@@ -236,14 +250,9 @@ class SegmentGradients:
         self.gathered = {}
         return gathered
 
-    def gather_again(self) -> None:
-        """Have what has stayed on the device sent after all."""
-        self.is_on_device = False
-        for gradient in self.gradients:
-            if gradient.tensor is not None:
-                self.gathered[gradient] = gradient.tensor
-        self.trained = list(self.gathered)
-        self.lay_out()
+    def gather_again(self, gathered: dict[Gradient, Tensor]) -> None:
+        """Have what was taken sent another way."""
+        self.gathered = gathered
 
     def lay_out(self) -> None:
         """Have layouts for what was gathered, in the dtypes in which it came."""

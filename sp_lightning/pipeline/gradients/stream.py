@@ -23,6 +23,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     StepInBackward,
     drop,
 )  # fmt: skip
+from sp_lightning.pipeline.gradients.waiting import DeviceRoom, WaitingRoom
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
@@ -41,12 +42,14 @@ class GradientStream:
             tells whether somebody sees how it is added up.
     """
 
-    def __init__(self, window: Window, routes: Routes) -> None:
+    def __init__(self, window: Window, routes: Routes, waiting: WaitingRoom, device: DeviceRoom) -> None:
         self.early: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
         self.averages: Averages | None = None  # over processes; None if there is only one
         self._window = window
+        self._waiting = waiting
+        self._device = device
         self.bring(())
 
     def bring(self, by_segment: Sequence[SegmentGradients]) -> None:
@@ -68,7 +71,7 @@ class GradientStream:
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
         if not is_sendable or of_segment.is_consumed:
             raise refusal(weight, tensor)
-        if gradient in of_segment.gathered or of_segment.is_on_device or self.averages is not None:
+        if gradient in of_segment.gathered or self.averages is not None:
             tensor = self._after_earlier(gradient, tensor)
         self._note(gradient)
         of_segment.gather(gradient, tensor, is_last)
@@ -96,8 +99,6 @@ class GradientStream:
             return of_segment.gathered[gradient].to(gradient.weight.dtype) + tensor
         if gradient in of_segment.gathered:
             self._send(of_segment, more_comes=True)
-        if of_segment.is_on_device:  # and now there is more to come
-            self.routes.bring_home(of_segment)
         return tensor
 
     def _note(self, gradient: Gradient) -> None:
@@ -122,20 +123,22 @@ class GradientStream:
     def _send(self, of_segment: SegmentGradients, more_comes: bool = False) -> None:
         """Send what a unit has gathered; it may be known that `more_comes`."""
         is_final = of_segment.is_last and not more_comes
+        is_seen = False
         for gradient in of_segment.gathered:
+            is_seen |= self.pending[gradient]
             # leaves of the same weight have gradients of their own, and somebody may see how it is added up
-            if gradient.weight.other_twins or self.pending[gradient]:
+            if gradient.weight.other_twins or is_seen:
                 is_final = False
         if self.averages is not None and self.averages.send(of_segment, is_final, self.early):
             return
         # a GPU-side update may still read the sums that were there, and begins where somebody waits for it; a step of
         # the host is over, as computing has waited for the weights that it has left
-        if of_segment.memory is not None and of_segment.unit.visits:
+        if of_segment.is_on_device or (of_segment.memory is not None and of_segment.unit.visits):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
-        self._ship(of_segment, is_final and not of_segment.missing)
+        self._ship(of_segment, is_final and not of_segment.missing, is_seen)
 
-    def _ship(self, of_segment: SegmentGradients, is_final: bool) -> None:
+    def _ship(self, of_segment: SegmentGradients, is_final: bool, is_seen: bool) -> None:
         """Choose the route of gradients, which an early step uses next if there is one, and send them."""
         routes, early = self.routes, self.early
         # another process may see what this one does not: they are averaged when backward has ended
@@ -146,9 +149,12 @@ class GradientStream:
         is_new = not of_segment.held
         is_kept = is_new and of_segment.sums is None
         steps_next = early is not None or routes.measures_norms
-        if of_segment.unit.visits and is_kept and is_final and steps_next:
-            routes.stay(of_segment)
-        elif is_new and early is not None and not early.keeps_gradients:
+        visits_next = of_segment.unit.visits and is_kept and is_final and steps_next
+        passes = is_new and early is not None and not early.keeps_gradients
+        may_wait = is_new and not passes and not is_seen and self.averages is None
+        if of_segment.is_on_device or visits_next or (may_wait and self._waits(of_segment, not steps_next)):
+            routes.stay(of_segment, not steps_next)
+        elif passes:
             routes.pass_to_step(of_segment)
         elif is_kept:
             routes.keep(of_segment)
@@ -156,6 +162,17 @@ class GradientStream:
             routes.add(of_segment)
         if early is not None:
             early.receive(of_segment)
+
+    def _waits(self, of_segment: SegmentGradients, more_comes: bool) -> bool:
+        """Tell whether gradients wait on the device, as the host has no room for them."""
+        passing = self.routes.landing.most_nbytes()
+        return self._waiting.admits(of_segment, passing, more_comes, self._device)
+
+    def bytes_on_device(self) -> int:
+        """Return the bytes of gradients that stay on the device."""
+        staying = [of_segment for of_segment in self._by_segment if of_segment.is_on_device]
+        tensors = [gradient.tensor for of_segment in staying for gradient in of_segment.held]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     # ------------------------------------------------------------------------------------------- when backward ends
 

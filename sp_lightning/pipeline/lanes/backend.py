@@ -20,7 +20,8 @@ holds up no other copy meanwhile. So copies to the device need not keep their or
 memory is asked for, computing has to wait for the earlier one.
 
 Optimizer state that visits the device goes up, is stepped and comes down in lanes of its own (`beside`), each after
-what it needs: it waits for memory in between, and would hold up other copies.
+what it needs: it waits for memory in between, and would hold up other copies. So do gradients that have waited on the
+device for their unit's update.
 
 The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
 as a wrong number on a laptop, not only on a GPU.
@@ -40,15 +41,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Lane, Origin, Recording, Span, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Recording, Span, Ticket, Worker
 from sp_lightning.pipeline.torch_private import profiler_is_on
 
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 # the rank of a copy that comes after work; steps have their place in the forward
 BEFORE_OTHER_WORK = -1
-VISITED = (Lane.TO_DEVICE, Lane.VISIT, Lane.TO_HOST)
-"""The lanes that optimizer state passes when it visits the device, one after the other."""
+BESIDE = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
+"""What is done beside computing in lanes of its own, as it waits for memory: all for updates of units."""
 
 
 _OUT_OF_MEMORY = (
@@ -115,8 +116,8 @@ class Backend(ABC):
         return self._host.submit(job)
 
     @abstractmethod
-    def beside(self, lane: Lane, job: Job) -> Ticket:
-        """Have the device run what a job asks of it beside computing, in one of the lanes that state passes.
+    def beside(self, kind: Kind, job: Job) -> Ticket:
+        """Have the device run what a job asks of it beside computing, in the lane for its kind (`BESIDE`).
 
         It comes after what the lane has to do already, and after the job's tickets, which are the device's.
         """
@@ -231,8 +232,8 @@ class Trace:
         return self._ask(kind, name, source.nbytes, self._backend.download, target, source)
 
     def beside(self, kind: Kind, name: str, job: Job) -> Ticket:
-        """Ask for work beside computing, on state that visits the device."""
-        return self._ask(kind, name, job.nbytes, self._backend.beside, kind.lane, job)
+        """Ask for work beside computing, for the update of a unit."""
+        return self._ask(kind, name, job.nbytes, self._backend.beside, kind, job)
 
     def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
         if not self._is_on:

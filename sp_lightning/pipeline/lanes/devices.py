@@ -21,8 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.host_memory import usable_cores
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, VISITED, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Lane, Later, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, BESIDE, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Later, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -46,7 +46,7 @@ class HostBackend(Backend):
         super().__init__(torch.device("cpu"), poison, host)
         self._up = worker("superpipeline-upload")
         self._down = worker("superpipeline-download")
-        self._beside = {lane: worker(f"superpipeline-visit {lane.value}") for lane in VISITED}
+        self._beside = {kind: worker(f"superpipeline-{kind.label}") for kind in BESIDE}
         self._copying = (self._up, self._down, *self._beside.values())
 
     @override
@@ -65,8 +65,8 @@ class HostBackend(Backend):
         return self._down.submit(Job(partial(copy_memory, target, source)))
 
     @override
-    def beside(self, lane: Lane, job: Job) -> Ticket:
-        return self._beside[lane].submit(job)
+    def beside(self, kind: Kind, job: Job) -> Ticket:
+        return self._beside[kind].submit(job)
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -147,9 +147,9 @@ class AcceleratorBackend(Backend):
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
             # state that visits waits for memory, which would hold up other copies on their streams
-            self._beside = {lane: self._api.Stream() for lane in VISITED}
+            self._beside = {kind: self._api.Stream() for kind in BESIDE}
             # or each of a step's many small kernels would wait behind the large ones that compute
-            self._beside[Lane.VISIT] = self._api.Stream(priority=-1)
+            self._beside[Kind.VISIT] = self._api.Stream(priority=-1)
         self.pins = device.type == "cuda"
         self._refusals = 0  # to page-lock memory
         if self.pins:
@@ -191,8 +191,8 @@ class AcceleratorBackend(Backend):
         return self._copy(self._down, target, source)
 
     @override
-    def beside(self, lane: Lane, job: Job) -> Ticket:
-        stream = self._beside[lane]
+    def beside(self, kind: Kind, job: Job) -> Ticket:
+        stream = self._beside[kind]
         for earlier in job.after:
             stream.wait_event(_event_of(earlier))
         return self._issue(stream, job.action)
@@ -211,7 +211,8 @@ class AcceleratorBackend(Backend):
 
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
         # the host's thread sleeps until it is down, or it would spin beside the one that launches kernels
-        sleeps = self.device.type == "cuda" and stream in (self._down, self._beside[Lane.TO_HOST])
+        to_host = (self._down, self._beside[Kind.STATE_DOWN], self._beside[Kind.LATE_GRADIENTS])
+        sleeps = self.device.type == "cuda" and stream in to_host
         flags = {"blocking": True} if sleeps else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
         ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin, self._on_device)

@@ -48,6 +48,7 @@ class Kind(enum.Enum):
     LOAD = "load", Lane.TO_DEVICE
     FETCH = "fetch", Lane.TO_DEVICE
     GRADIENTS = "gradients", Lane.TO_HOST
+    LATE_GRADIENTS = "late gradients", Lane.TO_HOST  # that have waited on the device for their unit's update
     OFFLOAD = "offload", Lane.TO_HOST
     STATE_UP = "state up", Lane.TO_DEVICE
     STATE_DOWN = "state down", Lane.TO_HOST

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.pipeline.gradients.landing import Return
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer, SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, do_nothing
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.optimizer.visit import Visits, note_stepped
@@ -95,20 +96,16 @@ class UnitSteps:
     def _step_on_host(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> None:
         """Have the thread step a unit, and then release the buffer that its gradients may lie in."""
         by_segment = dict.fromkeys([gradient.of_segment for gradient in used])
-        staying = [of_segment for of_segment in by_segment if of_segment.is_on_device]
-        for of_segment in staying:
-            self.stream.routes.bring_home(of_segment)
-        if staying:
-            step.use(used)  # where they lie now
-            used = step.used.pop(unit)
+        returned = self._bring_late(by_segment, used)
+        used = {**used, **{each: (tensor, used[each][1]) for late in returned for each, tensor in late.landed.items()}}
         updates: defaultdict[int, list[Update]] = defaultdict(list)
-        landed: list[Ticket] = []  # what brings the gradients
-        release = do_nothing
+        landed: list[Ticket] = [*returned]  # what brings the gradients
+        buffers = [late.buffer for late in returned]
         moved = 0
         for of_segment in by_segment:
             landing = of_segment.pass_landing()
             if landing is not None:
-                release = landing.release
+                buffers.append(landing)
             if of_segment.ticket is not None:
                 landed.append(of_segment.ticket)
             for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
@@ -121,18 +118,35 @@ class UnitSteps:
         weights = {gradient.weight for gradient in used}
         generations = self._next_generations(unit, step.plan)
         action = partial(_step_unit, unit, step, updates, weights, generations)
-        self._hand_over(unit, weights, Job(action, landed, moved, release))
+        job = Job(action, landed, moved, partial(_let_go, buffers, [late.sources for late in returned]))
+        stepped = self._hand_over(unit, weights, job)
+        for buffer in buffers:
+            buffer.last_reader = stepped
 
-    def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> None:
+    def _bring_late(self, by_segment: Iterable[SegmentGradients], used: Mapping[Gradient, Used]) -> list[Return]:
+        """Have those of these gradients come that have waited on the device, for a step on the host."""
+        returned: list[Return] = []
+        for of_segment in by_segment:
+            # others are the user's by now
+            own = [each for each in of_segment.gradients if each in used and used[each][0] is each.tensor]
+            late = {each: used[each][0] for each in own}
+            if of_segment.is_on_device and late:
+                returned.append(self.stream.routes.landing.bring(of_segment.unit.name, late))
+                self.window.stats.bytes_to_host += returned[-1].nbytes
+        self.window.stats.late_gradients += bool(returned)
+        return returned
+
+    def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> Ticket:
         """Give the thread a job that changes weights of a unit, first what the next forward needs first."""
         window = self.window
         window.finish_optimizer(unit)
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
-        unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
+        ticket = unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
         if unit.apart:  # weights made resident are in units that do not wait for this one's step
             window.finish_optimizer(unit)
+        return ticket
 
     def count(self, unit: Unit, plan: Plan) -> None:
         """Count a step that changes no weight of a unit here; the thread waits for the process that steps them."""
@@ -188,6 +202,12 @@ class UnitSteps:
 
 
 # ---------------------------------------------------------------------------- what a step does with a unit's weights
+
+
+def _let_go(buffers: Sequence[LandingBuffer], sources: Sequence[Sequence[Tensor]]) -> None:
+    """Release the buffers that gradients lay in; where they came from, the `sources`, was held until now."""
+    for buffer in buffers:
+        buffer.release()
 
 
 def _step_unit(

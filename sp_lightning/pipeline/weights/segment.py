@@ -200,6 +200,11 @@ class HostMemory:
         self._is_new = False  # whether some of it was made since values were waited for
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several processes share it."""
+        return self._box is not None
+
+    @property
     def staging_buffers(self) -> int:
         """As many buffers gradients on their way take on the device."""
         if self._box is None:

@@ -25,7 +25,7 @@ from sp_lightning.pipeline.weights.autocast import Autocasts, Casts, LoweredPara
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment, sent_together
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-from sp_lightning.pipeline.window.places import WindowPlan, check_host_memory, choose_device_layout
+from sp_lightning.pipeline.window.places import WindowPlan, choose_device_layout, room_for_gradients
 
 
 class Learned:
@@ -194,7 +194,10 @@ class Arrangement:
         units = self.all_units
         self.parameters_on_device = [weight.master for unit in units for weight in unit.weights_on_device]
         self.weights = [weight for unit in units for weight in unit.weights]
-        check_host_memory(units, self._memory.nbytes_for("copies") + self._memory.nbytes_for("gradients"))
+        present = self._memory.nbytes_for("copies") + self._memory.nbytes_for("gradients")
+        has_limit = self.budget is not None or self._backend.memory() is not None
+        may_wait = has_limit and not self._memory.is_shared
+        self.room_for_gradients = room_for_gradients(units, present, may_wait)
 
     def _choose_dtypes(self) -> None:
         """Decide in which dtype each weight is sent, and which leaves stand for it."""

@@ -18,6 +18,7 @@ has the truth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ class WindowPlan:
     on_device: tuple[str, ...] = ()
     # names of units whose optimizer steps are made on the device, where their state visits
     visiting: tuple[str, ...] = ()
+    # names of units whose gradients wait on the device until they are stepped
+    waiting: tuple[str, ...] = ()
     on_device_bytes: int = 0  # device memory that `on_device` units take
     step_seconds: float = 0.0  # expected duration of a step
     bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
@@ -150,10 +153,14 @@ def sent_bytes(weights: Iterable[Weight]) -> int:
     return lay_out([weight.compute_bytes for weight in weights])[1]
 
 
-def check_host_memory(units: Sequence[Unit], present: int) -> None:
-    """Raise if the host lacks memory for what gradients, copies and masters take that leave the device.
+def room_for_gradients(units: Sequence[Unit], present: int, some_may_wait: bool) -> float:
+    """Return what gradients may take of host memory; infinite if all of them fit.
 
     Of that for gradients and copies, `present` bytes are there already.
+
+    Raises:
+        ValueError: The host has no memory for copies of weights, and masters that leave the device; or for gradients,
+            unless `some_may_wait` on the device.
     """
     weights = [weight for unit in units for weight in unit.weights]
     seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
@@ -163,12 +170,17 @@ def check_host_memory(units: Sequence[Unit], present: int) -> None:
     moving = max((sent_bytes(unit.weights) for unit in units), default=0)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     masters = sum(weight.nbytes for weight in weights if weight.master.device.type != "cpu")
-    needed = max(0, coming + copies - present) + moving + masters
     free = available_host_memory()
-    if free is not None and needed > free:
+    if free is None or max(0, coming + copies - present) + moving + masters <= free:
+        return math.inf
+    if some_may_wait:
+        coming = 0
+    needed = max(0, coming + copies - present) + moving + masters
+    if needed > free:
         raise ValueError(
             f"CPU memory is too small: {readable_bytes(needed)} are needed on top of the model "
             f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer "
             f"state is not counted), and {readable_bytes(free)} are free. Use a machine with more "
             "memory, or freeze weights."
         )
+    return free + present - copies - moving - masters

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from sp_lightning import optim
-from sp_lightning.pipeline import HostBackend, Lane, Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes.lanes import Job, Ticket
+from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer import pieces, visit
 
 from ...helpers import is_block
@@ -147,10 +147,10 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
     gate = threading.Event()
 
     class Lags(HostBackend):
-        def beside(self, lane: Lane, job: Job) -> Ticket:
-            action, come_down = job.action, partial(gate.wait, 5) if lane is Lane.TO_HOST else bool
+        def beside(self, kind: Kind, job: Job) -> Ticket:
+            action, come_down = job.action, partial(gate.wait, 5) if kind is Kind.STATE_DOWN else bool
             job.action = lambda: (come_down(), action())[1]
-            return super().beside(lane, job)
+            return super().beside(kind, job)
 
     with visiting([1], Lags(), k=k, activations="recompute") as (model, pipeline, optimizer):
         for _ in range(3):
@@ -238,10 +238,10 @@ def test_a_visit_that_fails_in_the_middle_leaves_nothing_under_way(monkeypatch: 
     send, sent, asked = visit.Visit._send, list[object](), list[Ticket]()
 
     class Slow(HostBackend):
-        def beside(self, lane: Lane, job: Job) -> Ticket:
+        def beside(self, kind: Kind, job: Job) -> Ticket:
             action = job.action
             job.action = lambda: (time.sleep(0.02), action())[1]
-            asked.append(super().beside(lane, job))
+            asked.append(super().beside(kind, job))
             return asked[-1]
 
     def fail(self: visit.Visit, *args: Any) -> Any:

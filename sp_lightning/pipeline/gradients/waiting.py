@@ -1,0 +1,120 @@
+"""Gradients that wait on the device until their unit is updated, where host memory has no room for them.
+
+Clipping by norm keeps all gradients of a step, accumulation keeps their sums. Where host memory cannot hold these, they
+stay on the device, are added up there, and go to the host when the optimizer updates their unit:
+
+    backward    leaf.grad -> added to what waits                   device
+    step()      what waits -> landing buffer -> the optimizer      host, in a lane beside computing (landing.py)
+
+Before there is a plan, backward decides: by then it is known how much of the device a step takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.stats import readable_bytes
+from sp_lightning.pipeline.weights.segment import HostMemory
+
+
+class DeviceRoom(Protocol):
+    """Knows how much of the device a step leaves to gradients (room.py)."""
+
+    def left_for_gradients(self) -> float:
+        """Return the bytes that neither are taken, nor will be if the step takes no more than it has so far."""
+
+
+class WaitingRoom:
+    """Decides whose gradients wait on the device.
+
+    Attributes:
+        host_bytes: What gradients may take of host memory before there is a plan; infinite where nothing has to wait.
+        planned: The names of units whose gradients wait; None if there is no plan yet.
+        waited: The names of those whose gradients have waited since the last plan.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.host_bytes = math.inf
+        self.planned: Collection[str] | None = None
+        self.waited: set[str] = set()
+        self._memory = memory
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the host may lack room for gradients."""
+        return math.isfinite(self.host_bytes)
+
+    def limit(self, host_bytes: float) -> None:
+        """Have gradients take at most so many bytes of host memory before there is a plan."""
+        self.host_bytes = min(self.host_bytes, host_bytes)
+
+    def follow(self, planned: Collection[str] | None) -> None:
+        """Have the gradients of these units wait; None leaves it to backward."""
+        if planned != self.planned:
+            self.planned = planned
+            self.waited.clear()
+
+    def admits(self, of_segment: SegmentGradients, passing: int, more_comes: bool, device: DeviceRoom) -> bool:
+        """Tell whether gradients wait that come first, and that others are added to if `more_comes`.
+
+        Others lie in host memory, and may have to pass through so many bytes of it.
+
+        Raises:
+            RuntimeError: Neither the host nor the device has room for them.
+        """
+        name = of_segment.unit.name
+        if self.planned is not None:
+            waits = name in self.planned
+        elif of_segment.memory is not None:  # they have their place
+            waits = False
+        else:
+            nbytes = of_segment.sum_layout.nbytes if more_comes else of_segment.layout.nbytes
+            left = self.host_bytes - self._memory.nbytes_for("gradients") - passing
+            waits = nbytes > left
+            if waits and nbytes > (left_there := device.left_for_gradients()):
+                raise _no_room(name, nbytes, left, left_there)
+        if waits:
+            self.waited.add(name)
+        return waits
+
+
+def _no_room(name: str, nbytes: int, on_host: float, on_device: float) -> RuntimeError:
+    left = [readable_bytes(max(0, int(each))) for each in (on_host, on_device)]
+    return RuntimeError(
+        f"Neither CPU nor GPU memory has room for the gradients of {name!r}: {readable_bytes(nbytes)} are needed, "
+        f"{left[0]} of CPU memory and {left[1]} of GPU memory are left. Train without clipping or accumulation, with "
+        "smaller batches, adapters (LoRA) or `sp_lightning.optim.AdamW(moments='int8')`, or on a machine with more "
+        "memory; `sp-lightning plan` says what fits."
+    )
+
+
+def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
+    """Add a gradient to what waits on the device, in the master's dtype, as autograd would; or begin with it.
+
+    If `more_comes`, it becomes a sum at once: autograd may have given one tensor to several weights, so none of its own
+    is changed in place.
+    """
+    before, like = gradient.tensor, gradient.weight.layout
+    if before is not None:
+        total = before.to(gradient.weight.dtype, copy=not gradient.is_sum)
+        gradient.come(total.add_(tensor), is_sum=True)
+    elif more_comes or tensor.stride() != like.stride():  # an update reads it in the order of memory
+        dtype = gradient.weight.dtype if more_comes else tensor.dtype
+        own = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
+        gradient.come(own, is_sum=more_comes)
+    else:
+        gradient.come(tensor)
+
+
+def move_to_host(gradients: Iterable[Gradient]) -> None:
+    """Move what waits to the host, step by step, as the device has run out of memory."""
+    for gradient in gradients:
+        if gradient.tensor is not None:
+            norm = gradient.norm
+            gradient.come(gradient.tensor.cpu(), norm)
+        gradient.of_segment.leave_device()
