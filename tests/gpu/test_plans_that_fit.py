@@ -19,6 +19,7 @@ from sp_lightning import Assumptions, SuperpipelineStrategy, loss_in_slices, pla
 from sp_lightning.optim import on_device
 from sp_lightning.pipeline.optimizer import pieces
 from sp_lightning.planning import memory
+from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.report import Row
 
 from ..second_device import IN_USE
@@ -86,10 +87,11 @@ class Model(L.LightningModule):
         self.model: nn.Module = LlamaForCausalLM(drawn.config)
         if self.given.loss == "chunked":
             loss_in_slices(self.model)
-        self.host_bytes = 0
+        self.host_bytes = self.late_gradients = 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        counted = self.trainer.strategy.pipeline.summary()  # type: ignore[attr-defined]
+        pipeline: Any = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
+        counted, self.late_gradients = pipeline.summary(), pipeline.stats.late_gradients
         on_host = counted.host_bytes + counted.host_gradient_bytes + counted.optimizer_bytes
         self.host_bytes = max(self.host_bytes, on_host)
         return self.model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -135,3 +137,74 @@ def test_what_is_planned_to_fit_does(
     taken = api.max_memory_allocated(device) - before
     assert taken <= SLACK * given.device_bytes
     assert model.host_bytes <= SLACK * step.host_bytes
+
+
+EIGHT = 8.19e9  # parameters of the model that is scaled down, with its device and host: 24 or 16 GiB and 64 GiB
+CONFIG = LlamaConfig(
+    vocab_size=2400,
+    hidden_size=256,
+    intermediate_size=896,
+    num_hidden_layers=18,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.mark.parametrize(("device_gib", "accumulate"), [(24, 1), (24, 2), (16, 2)])
+def test_clipped_and_accumulated_where_host_memory_is_short(
+    device_gib: int, accumulate: int, accelerator: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in the shape of an 8B one: gradients wait on the device, at least in the first steps."""
+    for module in (on_device, pieces, memory):
+        monkeypatch.setattr(module, "PIECE", 2**16)
+    with torch.device("meta"):
+        meta = LlamaForCausalLM(CONFIG)
+    numbers = sum(weight.numel() for weight in meta.parameters())
+    scale = numbers / EIGHT
+    given = Assumptions(
+        device_memory=int(device_gib * 2**30 * scale) + 2**22,
+        host_memory=OF_SYSTEM + int(58 * 2**30 * scale),
+        precision="bf16-true",
+        moments="int8",
+        gradient_clip_val=1.0,
+        accumulate=accumulate,
+        tokens=128,
+        length=64,
+    )
+    row = plan(meta, given).rows[0]
+    assert row.step is not None
+    limit = given.host_bytes - OF_SYSTEM
+    model = Model(Drawn(CONFIG, 2, row)).bfloat16()
+    taken: list[int] = []
+
+    def free() -> int:
+        strategy = getattr(model._trainer, "strategy", None)
+        if strategy is None or strategy.pipeline is None:
+            return limit - 2 * numbers
+        counted = strategy.pipeline.summary()
+        taken.append(counted.host_bytes + counted.host_gradient_bytes + counted.optimizer_bytes)
+        return limit - taken[-1]
+
+    for where in ("trainer.host_memory", "pipeline.window.places", "planning.planner"):
+        monkeypatch.setattr(f"sp_lightning.{where}.available_host_memory", free)
+    api = torch.get_device_module(device)
+    gc.collect()
+    before = api.memory_allocated(device)
+    api.reset_peak_memory_stats(device)
+    words = torch.randint(CONFIG.vocab_size, (2 * STEPS * accumulate, 64))
+    with room(device, given.device_bytes + LITTLE):
+        trainer = L.Trainer(
+            strategy=SuperpipelineStrategy(memory_budget=int(0.9 * given.device_bytes)),
+            accelerator=accelerator,
+            devices=1,
+            precision="bf16-true",
+            gradient_clip_val=1.0,
+            accumulate_grad_batches=accumulate,
+            max_steps=STEPS,
+            barebones=True,
+        )
+        trainer.fit(model, DataLoader(words, batch_size=2))
+    assert api.max_memory_allocated(device) - before <= SLACK * given.device_bytes
+    assert max(model.host_bytes, *taken) <= SLACK * limit
+    assert model.late_gradients > 0

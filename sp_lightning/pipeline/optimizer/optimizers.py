@@ -167,6 +167,11 @@ class Optimizers:
             if self._early is not None and self._early.optimizer is optimizer:
                 self._early.acknowledge()
                 self._early = None
+            if self.afterwards is Afterwards.DROPPED:  # the device needs the memory
+                waited = [
+                    each for each in plan.gradients if each.of_segment.is_on_device and not each.weight.unit.visits
+                ]
+                self._steps.stream.consume(waited)
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in plan.gradients:
                     gradient.is_used = True

@@ -166,8 +166,8 @@ def room_for_gradients(units: Sequence[Unit], present: int, some_may_wait: bool)
     seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
     there = sum(gradient.nbytes for gradient in seen if gradient.layout is torch.strided)
     coming = max(0, sum(gradient_bytes(unit.weights) for unit in units) - there)
-    # exists twice for a moment
-    moving = max((sent_bytes(unit.weights) for unit in units), default=0)
+    # exists twice for a moment, unless it has its memory already
+    moving = max((sent_bytes(unit.weights) for unit in units if not unit.segments), default=0)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     masters = sum(weight.nbytes for weight in weights if weight.master.device.type != "cpu")
     free = available_host_memory()
@@ -176,11 +176,11 @@ def room_for_gradients(units: Sequence[Unit], present: int, some_may_wait: bool)
     if some_may_wait:
         coming = 0
     needed = max(0, coming + copies - present) + moving + masters
-    if needed > free:
+    if needed > max(0, free):
         raise ValueError(
             f"CPU memory is too small: {readable_bytes(needed)} are needed on top of the model "
             f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer "
             f"state is not counted), and {readable_bytes(free)} are free. Use a machine with more "
             "memory, or freeze weights."
         )
-    return free + present - copies - moving - masters
+    return max(0, free + present - copies - moving - masters)
