@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -193,6 +194,8 @@ class Assumptions:
 @lru_cache(maxsize=4096)  # a model has few shapes
 def _state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Return the bytes of an optimizer's state for a weight; None if its step takes no such weight."""
+    if optimizer in COMPACT:  # two moments; to make an optimizer imports torch._dynamo, which takes a second
+        return 2 * math.prod(shape) * dtype.itemsize
     weight = torch.empty(shape, dtype=dtype, device="meta")
     state = state_after_dry_step(OPTIMIZERS[optimizer], [{"params": [weight]}])
     return None if state is None else sum(value.nbytes for value in state if value.dim())
