@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages of the site that lie elsewhere in the repository, and links that hold on GitHub and here."""
+"""Hooks of mkdocs: pages from elsewhere in the repository, and links that hold on GitHub and here."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "index.md": "README.md",
-    "pages.md": "docs/README.md",
     "examples.md": "examples/README.md",
+    "bench.md": "examples/benchmarks/README.md",
     "on_a_gpu.md": "examples/benchmarks/on_a_gpu.md",
     "results.md": "examples/benchmarks/results/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "tests.md": "tests/README.md",
 }
+# They are beside the files on GitHub, and nowhere here.
+BADGES = re.compile(r"\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\) ?")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies elsewhere; `docs/README.md` would be a second home page."""
-    files.remove(files.src_uris["README.md"])
+    """Add the pages from elsewhere."""
     for name, source in PAGES.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / source)))
     return files
@@ -36,7 +37,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = Path(page.file.abs_src_path)
     on_site = {Path(file.abs_src_path): file.src_uri for file in files if file.abs_src_path}
 
-    def mend(link: re.Match[str]) -> str:
+    def lead(link: re.Match[str]) -> str:
         text, path, anchor = link[1], link[2], link[3] or ""
         target = (source.parent / path).resolve()
         if target in on_site:
@@ -47,4 +48,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return text
         return f"[{text}]({config.repo_url}/blob/HEAD/{target.relative_to(ROOT).as_posix()}{anchor})"
 
-    return LINK.sub(mend, markdown)
+    return LINK.sub(lead, BADGES.sub("", markdown))

@@ -61,7 +61,7 @@ class CausalLM(L.LightningModule):
             not trained (the base of adapters, generation) can use `"bfloat16"`, at half the host memory.
         generation: Arguments for transformers' `generate` in prediction.
         weights: A checkpoint of this module, with the same sizes, to start from.
-        optimizer: One of `OPTIMIZERS`: AdamW, by how it keeps masters and moments (docs/host_memory.md).
+        optimizer: One of `OPTIMIZERS`: AdamW, by how it keeps masters and moments (docs/optimizers.md).
         four_bit: Load the hub model with 4-bit linear layers of bitsandbytes, as a frozen base of adapters.
         experts: Number of experts in each block of the random model, two of which compute a token. 0 has none.
 

@@ -70,18 +70,18 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
     debug: bool = False,
     **unknown: Any,
 ) -> Pipeline:
-    """Stream a module that is larger than device memory, to train or run it in a plain PyTorch loop.
+    """Stream a module that is larger than GPU memory, to train or run it in a plain PyTorch loop.
 
-    `PipelineOptions` tells what the options from `k` to `debug` do.
+    `PipelineOptions` describes the options from `k` to `debug`.
 
     Args:
-        module: The module; its weights move to the host, if they are elsewhere. Inputs go on the device, as usual.
+        module: The module. Its weights move to CPU memory, if they are elsewhere. Put inputs on the device, as usual.
         device: The device to compute on; by default the current accelerator, or else the CPU.
-        unknown: Refused, with the names that there are.
+        unknown: Raises an error that lists the options.
 
     Returns:
-        The attached pipeline. Its `detach()`, or the end of a `with` block, gives the plain module back; until then the
-        module and its memory stay.
+        The attached pipeline. Its `detach()`, or the end of a `with` block, makes the module a plain one again; until
+        then the module and its memory stay.
 
     Raises:
         ValueError: If an argument is invalid, or does not fit the module or the available memory.

@@ -32,13 +32,13 @@ _LEAST_INTERVAL = 20  # steps from one recording to the next: at the end of each
 class CallbackMixin(_Base):
     """Logs streaming metrics, writes a timeline and reports where the time went. It only observes.
 
-    While a model trains, the Trainer's loggers receive metrics under `superpipeline/`. Every now and then a step is
-    recorded to measure times; at the end of each recording the host waits once for the device.
+    While a model trains, the Trainer's loggers receive metrics under `superpipeline/`. Now and then a step is recorded
+    to measure times; at the end of each recording the CPU waits for the GPU once.
 
     Args:
-        timeline: The file to write where the time of a step goes to. Its suffix selects the format: ".html" (a page to
-            zoom into) or ".json" (a Chrome trace). The file is written whenever a recording is complete, for the first
-            time after a few steps; a warning says if it cannot be.
+        timeline: The file to write the timeline of a step to. Its suffix selects the format: ".html" (a page to zoom
+            into) or ".json" (a Chrome trace). The file is written whenever a recording is complete, for the first time
+            after a few steps; a warning says if that fails.
         timeline_steps: The number of steps in the timeline.
 
     Raises:

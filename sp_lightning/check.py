@@ -1,8 +1,8 @@
-"""`sp-lightning check`: does a machine train with the numbers of plain training, wherever units are stepped?
+"""`sp-lightning check`: does a machine train with the numbers of plain training, wherever units are updated?
 
-A small model is trained plainly, and then streamed in each of the ways that there are. Losses, the gradients of the
-first step and the weights after the last one are compared. On an accelerator the host's AdamW rounds in another way
-than the device's, as torch's kernels do: what it has stepped may differ by that, and nothing else may.
+A small model is trained plainly, and then streamed in every way. Losses, the gradients of the first step and the
+weights after the last one are compared. On an accelerator, the CPU's AdamW rounds in another way than the GPU's, as
+torch's kernels do: weights that it updates may differ by that, and nothing else may.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from sp_lightning.pipeline import Engine, Pipeline, PipelineOptions, Planner, Wi
 from sp_lightning.planning import AutoPlanner
 
 _STEPS = 8
-_PLACED = ("units visit", "units live there")
+_ON_GPU = "updated on the GPU"
+_STAYS = "stays on the GPU"
 # of the largest weight: so far apart may two kernels for AdamW be after these steps
 _ROUNDING = 1e-5
 
 
 @dataclass
 class _Placed(Planner):
-    """Has all units visit the device, or live there, from the second step on."""
+    """Has all units updated on the GPU, or has them stay there, from the second step on."""
 
     visit: bool
 
@@ -44,24 +45,24 @@ class _Placed(Planner):
 
 
 class _Trained(NamedTuple):
-    """What a run has brought, on the host."""
+    """What a run has brought, in CPU memory."""
 
     first: Sequence[Tensor]  # the loss and the gradients of the first step
     weights: Sequence[Tensor]
     words: str  # what it took
-    placed: int = 0  # visits to the device, and units that live there
+    placed: int = 0  # GPU updates, and units that stay on the GPU
 
 
 def check(device: torch.device) -> bool:
     """Print a line for each way, and one to paste into an issue; tell whether all of them train as plain training."""
     machine = "the CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-    host = {"k": 2, "optimizer_on": "host"}
+    on_cpu = {"k": 2, "optimizer_on": "host"}
     ways: dict[str, dict[str, Any]] = {
-        "the host steps": host,
-        "recomputed": {**host, "activations": "recompute"},
-        "offloaded": {**host, "activations": "offload"},
-        "units visit": {},
-        "units live there": {},
+        "updated on the CPU": on_cpu,
+        "recomputed": {**on_cpu, "activations": "recompute"},
+        "offloaded": {**on_cpu, "activations": "offload"},
+        _ON_GPU: {},
+        _STAYS: {},
         "automatic": {},
     }
     wrong: list[str] = []
@@ -69,16 +70,16 @@ def check(device: torch.device) -> bool:
         plain = _train(device, precision)
         print(f"{precision}, plain training: {plain.words}")
         for way, options in ways.items():
-            if way == "units visit" and not has_torchs_bits(AdamW.update, torch.float32):
-                print(f"  {way:<17} skipped: this CPU's AdamW rounds otherwise, so units are updated elsewhere")
+            if way == _ON_GPU and not has_torchs_bits(AdamW.update, torch.float32):
+                print(f"  {way:<19} skipped: this CPU's AdamW rounds in another way, so units are updated elsewhere")
                 continue
-            places = way in _PLACED
-            planner = _Placed(way == "units visit") if places else AutoPlanner()
+            places = way in (_ON_GPU, _STAYS)
+            planner = _Placed(way == _ON_GPU) if places else AutoPlanner()
             streamed = _train(device, precision, PipelineOptions(**options), planner)
             is_right, verdict = _judge(plain, streamed, device, places)
             if not is_right:
                 wrong.append(f"{way} in {precision}")
-            print(f"  {way:<17} {verdict:<23} {streamed.words}")
+            print(f"  {way:<19} {verdict:<23} {streamed.words}")
     outcome = f"wrong: {', '.join(wrong)}" if wrong else "the numbers of plain training in all ways"
     print(f"\nsp-lightning {version('sp_lightning')}, torch {torch.__version__}, {machine}: {outcome}")
     return not wrong
@@ -117,12 +118,12 @@ def _train(
     seconds = median(end - begin for begin, end in pairwise(begins[_STEPS // 2 :]))
     words = f"{1000 * seconds:.1f} ms a step"
     if not on_cpu:
-        words += f", {readable_bytes(torch.get_device_module(device).max_memory_allocated(device))} of the device"
+        words += f", {readable_bytes(torch.get_device_module(device).max_memory_allocated(device))} of GPU memory"
     placed = 0
     if pipeline is not None:
         summary, visits = pipeline.summary(), pipeline.stats.visits
         placed = visits + len(summary.living)
-        words += f", {visits} visits, {len(summary.living)} units live there"
+        words += f", {visits} GPU updates, {len(summary.living)} units stay on the GPU"
         if summary.plan is not None and summary.plan.step_seconds:
             words += f", planned {1000 * summary.plan.step_seconds:.1f} ms"
         pipeline.detach()

@@ -102,13 +102,14 @@ def _check(arguments: Sequence[str]) -> int:
     """Compare streamed training with plain training: of a small model, or of the program that arguments describe."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} check",
-        usage="%(prog)s [DEVICE] [--steps N] [--config run.yaml | --model CLASS [--data CLASS] ...]",
+        usage="%(prog)s [DEVICE] [--speed] [--steps N] [--config run.yaml | --model CLASS [--data CLASS] ...]",
         description="Train plainly, then streamed in every way, and compare the numbers: without further arguments a "
         "small model on your device, in seconds; else a program of yours, named by the arguments of `sp-lightning "
         "fit`, on the CPU. DEVICE is another one, such as cuda:1. The last line is to paste into an issue.",
         allow_abbrev=False,
         exit_on_error=False,
     )
+    parser.add_argument("--speed", action="store_true", help="measure how fast this machine is, in three minutes")
     parser.add_argument("--steps", type=int, default=6, help="of a program of yours (default: %(default)s)")
     device = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, of_program = parser.parse_known_args(arguments[device is not None :])
@@ -116,6 +117,11 @@ def _check(arguments: Sequence[str]) -> int:
         chosen = full_device(device or ("cpu" if of_program else None))
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
+    if options.speed:
+        from sp_lightning.speed import speed
+
+        speed(chosen)
+        return 0
     if not of_program:
         return 0 if check(chosen) else 1
     if _lacks_jsonargparse("check --config"):
@@ -227,8 +233,8 @@ def _plan_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog=f"{PROGRAM} plan",
         exit_on_error=False,
-        description="Whether a model fits a device and its host, how fast it is trained there, and what to type for "
-        "that. Needs neither weights nor a GPU: numbers are estimates, from shapes and from what is assumed.",
+        description="Estimate whether a model fits a GPU and the CPU memory of its machine, how fast it trains there, "
+        "and which command trains it. Needs neither weights nor a GPU: it estimates from shapes and assumptions.",
     )
     parser.add_argument(
         "--gpu",

@@ -102,19 +102,19 @@ def give_all_back() -> None:
 
 
 class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, ParallelStrategy):
-    """Trains models larger than device memory in a loop of one's own, written for Lightning Fabric.
+    """Trains models larger than GPU memory in a loop written for Lightning Fabric.
 
-    Each model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory;
-    `k` of them are on the device at a time. Losses, gradients and weights are those of plain training.
+    Each model is split into units (layers, blocks), whose weights, gradients and optimizer state are in CPU memory. At
+    most `k` units are on the GPU at a time. Losses, gradients and weights are those of plain training.
 
-    `PipelineOptions` tells what the options from `k` to `debug` do, for each model.
+    `PipelineOptions` describes the options from `k` to `debug`, which hold for each model.
 
     Args:
-        checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
+        checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in CPU memory.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
-        set_by_lightning: What Lightning gives to every strategy. Each device has a process; those of a machine share
-            the weights.
+        set_by_lightning: Arguments that Lightning gives to every strategy; not for users. Each device has a process,
+            and those of a machine share the weights.
 
     Raises:
         ValueError: If an argument has an invalid value.

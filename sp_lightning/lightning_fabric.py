@@ -13,7 +13,7 @@ from sp_lightning.trainer.checkpoint_io import StreamingCheckpointIO
 
 
 class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO` without the second copy of the checkpoint in host memory."""
+    """Lightning's `TorchCheckpointIO` without the second copy of the checkpoint in CPU memory."""
 
 
 class SuperpipelineStrategy(FabricMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101

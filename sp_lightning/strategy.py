@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 
 class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, PrecisionMixin):
-    """Trains, validates, tests and predicts with models larger than device memory.
+    """Trains, validates, tests and predicts with models larger than GPU memory.
 
-    The model is split into units (layers, blocks), whose weights, gradients and optimizer state lie in host memory; `k`
-    of them are on the device at a time, and units are copied while others compute. Every unit is stepped where it is
-    fastest; as many live on the device, with all that they have, as make steps faster. Losses, gradients and weights
-    are those of plain training.
+    The model is split into units (layers, blocks), whose weights, gradients and optimizer state are in CPU memory. At
+    most `k` units are on the GPU at a time, and units are copied while others compute. Every unit is updated where this
+    is fastest, and units stay on the GPU if this makes steps faster. Losses, gradients and weights are those of plain
+    training.
 
-    `PipelineOptions` tells what the options from `k` to `debug` do.
+    `PipelineOptions` describes the options from `k` to `debug`.
 
     Args:
-        checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in host memory.
+        checkpoint_io: Writes and reads checkpoints. The default does so without a second copy in CPU memory.
         process_group_backend: The `torch.distributed` backend for several devices; None uses torch's default.
         timeout: How long a process waits for the others.
-        set_by_lightning: What Lightning gives to every strategy. Each device has a process; those of a machine share
-            the weights.
+        set_by_lightning: Arguments that Lightning gives to every strategy; not for users. Each device has a process,
+            and those of a machine share the weights.
 
     Raises:
         ValueError: If an argument has an invalid value.

@@ -27,8 +27,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from . import selection
 from .access_check import steps_checked
 from .order_check import order_checked
+from .selection import is_plain, left_out, mark
 
 torch.set_num_threads(1)
 
@@ -100,9 +102,32 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) * 3 // 2
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What a plain run leaves out is in selection.py."""
+    parser.addoption("--all", action="store_true", help="run the tests that take long, too")
+    parser.addoption("--all-lags", action="store_true", help="run each test of tests/gpu with everything that may lag")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide how many programs are drawn, before test files are imported."""
+    selection.is_short = selection.is_plain_run(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """What a reader of the summary has to know."""
+    everything = config.getoption("all") or config.getoption("markexpr")
+    return "" if everything else "tests that take long: only where their file is named; `pytest --all` runs them, too"
+
+
+@pytest.hookimpl(tryfirst=True)  # the marks come before `-m` looks at them
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first, the longest before all, so that of several processes none is left alone at the end."""
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.name != "test_second_device.py"))
+    for item in items:
+        mark(item)
+    if left := set(left_out(config, items)):
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+    items.sort(key=lambda item: (is_plain(item), item.path.name != "test_second_device.py"))
     # What was imported stays: looking through all of it takes half a second each time that a test collects garbage.
     gc.collect()
     gc.freeze()

@@ -27,7 +27,6 @@ def test_the_paper_has_the_losses_of_plain_training(window: Window):
         assert facts["loads"] == (1 + STEPS + 1) * (2 * facts["units"] - window[0])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch needs a GPU")
 def test_fsdp2_reaches_the_losses_of_plain_training(tmp_path):
     """In a process of its own, as the bench does: what it leaves there is gone with it."""

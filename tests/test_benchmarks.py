@@ -28,8 +28,8 @@ TIMEOUT = 550.0  # for a machine that is busy with other tests
 
 
 def whole_bench(test: Any) -> Any:
-    """Mark a test that starts processes."""
-    return pytest.mark.slow(pytest.mark.timeout(TIMEOUT + 30)(test))
+    """Give a test that starts processes time for it."""
+    return pytest.mark.timeout(TIMEOUT + 30)(test)
 
 
 def call(*arguments: object, code: int = 0) -> str:
@@ -80,7 +80,6 @@ def test_a_run_writes_what_it_measured(toy):
         assert run["limit"]["seconds"] == max(run["limit"]["lanes"].values()) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({workload.name for workload in SETS["toy"]} - {*WHOLE, *OF_OTHER_PRECISION}))
 def test_systems_compute_the_same(name):
     plain, ours = (

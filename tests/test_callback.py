@@ -43,11 +43,12 @@ def test_says_that_it_does_nothing_under_another_strategy(messages):
 def test_outcome_in_numbers():
     stats = Stats(steps=24, loads=40, bytes_to_device=8 << 30, bytes_to_host=2 << 20, misses=1)
     assert outcome(stats, SUMMARY) == (
-        "Superpipeline: 24 batches, 40 unit loads (1 late), 8.0 GiB to the device, 2.0 MiB back; "
-        "weights took at most 1.0 GiB of cuda:0, and all took 13.0 GiB of the host, 13.0 bytes per parameter."
+        "superpipeline: 24 batches, 40 unit loads (1 late), 8.0 GiB to cuda:0, 2.0 MiB back. "
+        "Weights needed at most 1.0 GiB on cuda:0; weights, gradients and optimizer state need 13.0 GiB of CPU memory, "
+        "13.0 bytes per parameter."
     )
     plan = WindowPlan(2, on_device=("0", "1"), on_device_bytes=1 << 30, visiting=("2",))
-    assert "living on the device with their state: 2 (1.0 GiB), units visiting it" in planned(plan)
+    assert "units that stay on the GPU: 2 (1.0 GiB), streamed units that are updated on the GPU" in planned(plan)
     assert f"k={3 * plan.k}," in planned(plan, k_prime=3)
 
 
@@ -85,9 +86,9 @@ def test_without_the_callback_the_trainer_logs_and_checkpoints_are_plain(tmp_pat
 @pytest.mark.parametrize(
     ("callback", "model_summary", "told"),
     [
-        (False, True, ["weights on the host", "unit loads"]),
+        (False, True, ["CPU memory for weights", "unit loads"]),
         (False, False, []),
-        (True, False, ["weights on the host", "A step takes", "unit loads"]),
+        (True, False, ["CPU memory for weights", "A step takes", "unit loads"]),
     ],
     ids=["with a model summary", "without", "with a callback"],
 )
@@ -95,7 +96,7 @@ def test_a_run_prints_its_plan_and_its_outcome(messages, entry, callback, model_
     callbacks = [*[ModelSummary()] * model_summary, *[SuperpipelineCallback()] * callback]
     run = trainer(streamed(), enable_model_summary=model_summary, callbacks=callbacks)
     getattr(run, entry)(Base(), loader(2))
-    kinds = ["weights on the host", "unit loads", "A step takes"]
+    kinds = ["CPU memory for weights", "unit loads", "A step takes"]
     assert [kind for text in messages() for kind in kinds if kind in text] == told
 
 
@@ -107,7 +108,7 @@ def test_a_plan_is_printed_once(messages):
         before = len(messages())
         getattr(run, entry)(Base(), loader(2))
         said = "\n".join(messages()[before:])
-        told.append(("weights on the host" in said, "unit loads" in said))
+        told.append(("CPU memory for weights" in said, "unit loads" in said))
     nothing, everything = (False, False), (True, True)  # what optimizers do is new in the first fit
     assert told == [everything, nothing, nothing, everything]
 
@@ -168,7 +169,7 @@ def test_the_chosen_window_is_printed_once(messages):
     for _ in range(2):
         ours.predict(module, loader())
     (said,) = [text for text in messages() if "chosen by the first steps" in text]
-    assert re.match(r"Superpipeline: chosen .*: k=\d.*\. A step should take .* of the device\.", said)
+    assert re.match(r"superpipeline: chosen .*: k=\d.*\. A step should take .* of GPU memory\.", said)
 
 
 # ------------------------------------------------------------------------------------------------ timeline, diagnosis

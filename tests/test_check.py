@@ -22,14 +22,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_it_passes_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the same bits in each way and precision; units that are to visit do, and those that are to live do."""
+    """With the same bits in each way and precision, and units are updated and stay where they should."""
     status, lines = run(monkeypatch, capsys)
     assert status == 0
     ways = [line for line in lines if line.startswith("  ")]
     assert len(ways) == 12
     assert all("same bits" in line for line in ways)
-    assert sum("56 visits" in line for line in ways) == 2
-    assert sum("8 units live there" in line for line in ways) == 2
+    assert sum("56 GPU updates" in line for line in ways) == 2
+    assert sum("8 units stay on the GPU" in line for line in ways) == 2
     assert lines[-1].endswith("the CPU: the numbers of plain training in all ways")
 
 
@@ -38,7 +38,7 @@ def test_it_needs_no_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """A missing package is not a wrong number, and torch's own kernels update the units that visit."""
     status, lines = run(monkeypatch, capsys)
     assert status == 0
-    assert sum("56 visits" in line for line in lines) == 2
+    assert sum("56 GPU updates" in line for line in lines) == 2
 
 
 def test_what_cannot_happen_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +64,8 @@ def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(_Placed, "before_step", spoil)
     status, lines = run(monkeypatch, capsys)
     assert status == 1
-    assert [line.split("  ")[1].strip() for line in lines if "OTHER NUMBERS" in line] == ["units visit"] * 2
-    assert lines[-1].endswith("wrong: units visit in 32-true, units visit in bf16-mixed")
+    assert [line.split("  ")[1].strip() for line in lines if "OTHER NUMBERS" in line] == ["updated on the GPU"] * 2
+    assert lines[-1].endswith("wrong: updated on the GPU in 32-true, updated on the GPU in bf16-mixed")
 
 
 def test_what_else_is_seen() -> None:
@@ -81,6 +81,6 @@ def test_what_else_is_seen() -> None:
 
 
 def test_the_notebook() -> None:
-    """Its last cell is the command."""
+    """Its last cells are the commands."""
     cells = json.loads((Path(__file__).parents[1] / "examples/check_on_colab.ipynb").read_text())["cells"]
-    assert cells[-1]["source"] == ["!sp-lightning check"]
+    assert [cell["source"] for cell in cells[-2:]] == [["!sp-lightning check"], ["!sp-lightning check --speed"]]

@@ -253,7 +253,6 @@ def test_an_exception_in_a_compiled_block(graphs: CompileCounterWithBackend) -> 
     assert plain == streamed
 
 
-@pytest.mark.slow
 def test_inductor_is_exact() -> None:
     """With torch's own backend, which fuses: the same kernels give the same bits."""
     results = []

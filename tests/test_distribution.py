@@ -66,10 +66,12 @@ def test_the_wheel_has_the_package_alone(built, tracked):
 
 
 def test_the_wheel_runs_outside_of_the_repository(built, tmp_path):
-    """The README's plain loop."""
+    """The plain loop of the documents."""
     site = tmp_path / "site"
     python("-m", "pip", "install", "--no-deps", "--no-index", "--target", site, *built.glob("*.whl"), cwd=tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "fabric.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     (loop,) = [block for block in blocks if "pipeline.detach()" in block]
     say_where = "\nimport sp_lightning\nprint(sp_lightning.__file__)\n"
     output = python("-c", loop + say_where, cwd=tmp_path, PYTHONPATH=str(site))

@@ -31,6 +31,8 @@ ENTRIES = [
     "embedding-max-norm", "complex-and-float64",
 ]  # fmt: skip
 
+LARGE = ("swin", "resnet50", "channels-last")
+
 USUAL = offload_module.MIN_OFFLOAD_BYTES
 
 
@@ -68,7 +70,13 @@ def offloading(k: int, activations: ActivationPolicy = "offload") -> PipelineOpt
 # ---------------------------------------------------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize(("name", "k"), [(name, 1 + index % 3) for index, name in enumerate(ENTRIES)])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        pytest.param(name, 1 + index % 3, marks=[pytest.mark.slow] * (name in LARGE or index % 2))
+        for index, name in enumerate(ENTRIES)
+    ],
+)
 def test_zoo_is_exact(name: str, k: int) -> None:
     """Losses, gradients, weights, buffers, optimizer state, random numbers; with accumulation and evaluation."""
     assert_exact(CASES[name], offloading(k), Plan.of(CASES[name], steps=2))

@@ -19,6 +19,7 @@ from sp_lightning.pipeline.options import Policy
 
 from .helpers import Fingerprint, Plan, Trace, assert_exact, memory_with, reference_of, slow_host
 from .random_graphs import Example, default_dtype, examples, units_are_leaves, units_are_nodes
+from .selection import draws
 
 # Found once: a block twice in a reentrant checkpoint, whose graph is built in backward, under autocast without a cache.
 TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
@@ -54,7 +55,7 @@ FROZEN_IN_A_CHECKPOINT = replace(
 SHARED = replace(FROZEN_IN_A_CHECKPOINT, trees=[("branches", [("leaf", "stash")]), ("reentrant", [("again", 0)])])
 
 
-@settings(max_examples=80)
+@settings(max_examples=draws(80))
 @given(examples())
 @hypothesis_example(TWICE_IN_A_REENTRANT_CHECKPOINT)
 @hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT)

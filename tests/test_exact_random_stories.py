@@ -25,6 +25,7 @@ from sp_lightning.pipeline.options import ActivationPolicy
 from .helpers import Run, assert_same_story, note_gradients, note_state
 from .planning.parts import Wanders
 from .random_graphs import DTYPE_IN_FORWARD, SHAPE, Tree, forest, trees, units_are_leaves, units_are_nodes
+from .selection import draws
 
 
 @dataclass
@@ -458,7 +459,7 @@ CHANGES = [
 ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
 
 
-@settings(max_examples=60)
+@settings(max_examples=draws(60))
 @given(
     drawn=st.lists(trees(), min_size=1, max_size=3),
     actions=st.lists(st.tuples(ACTION, st.integers(0, 999)), min_size=3, max_size=20),

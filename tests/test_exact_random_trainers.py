@@ -24,6 +24,7 @@ from sp_lightning.planning import AutoPlanner
 from .class_shapes import SHAPES, shaped
 from .lightning_modules import Base, Block, assert_same_training, loader
 from .planning.parts import Wanders
+from .selection import draws
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9),
@@ -207,7 +208,7 @@ programs = st.builds(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=draws(12))
 @given(programs.filter(lambda program: program.is_possible))
 def test_random_trainers_are_exact(program: Program) -> None:
     """Nothing that surrounds a model changes a number."""

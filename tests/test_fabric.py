@@ -247,7 +247,8 @@ def compiled(fabric: Fabric, trace: Trace) -> None:
 
 
 PROGRAMS = [
-    meta_learning, partial(clipped, models=2), surprised, methods, in_parts, compiled,
+    meta_learning, partial(clipped, models=2), surprised, methods, in_parts,
+    pytest.param(compiled, marks=pytest.mark.compile),
 ]  # fmt: skip
 
 

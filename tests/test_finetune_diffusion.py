@@ -59,7 +59,6 @@ def right(network: nn.Module, picture: str) -> float:
     return (network(cells.flatten(0, 1)).argmax(1).view(4, 10) == torch.arange(10)).float().mean().item()
 
 
-@pytest.mark.slow
 def test_digits_become_readable(run):
     _, losses, _ = run("--epochs=4", "--denoising=10")
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])

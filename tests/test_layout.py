@@ -122,11 +122,11 @@ def test_imports_point_one_way_within_the_engine():
 # takes something out lowers the numbers. A token is one of code: docstrings and comments are free, and a long name
 # costs as much as a short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
 AT_MOST = {
-    "code lines of more than 100 columns, per mille": 32,
-    "files": 119,
+    "code lines of more than 100 columns, per mille": 36,
+    "files": 125,
     "imports that lead back": 5,
-    "tokens": 125_100,
-    "tokens of the engine": 78_800,
+    "tokens": 134_400,
+    "tokens of the engine": 81_500,
 }
 
 

@@ -64,7 +64,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
 
 
-@pytest.mark.slow
 def test_a_chat_recipe_that_was_killed_goes_on_with_the_same_numbers(capsys):
     chats = [[{"role": "user", "content": "2?" * 40}, {"role": "assistant", "content": f"{n}."}] for n in range(30)]
     Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")

@@ -96,7 +96,7 @@ def test_other_errors_are_left_alone(error):
         ({"activations": "recompute", "k": 2}, None, "Set `k=1`."),
         ({"k": 3}, None, "Set `k=1`."),
         ({"memory_budget": "100MiB"}, WindowPlan(3), f"Set `memory_budget={int(0.85 * (100 << 20))}`, so that"),
-        ({"memory_budget": "100MiB"}, WindowPlan(3, on_device=("0",)), "is planned, and fewer units live there."),
+        ({"memory_budget": "100MiB"}, WindowPlan(3, on_device=("0",)), "is planned, and fewer units stay there."),
         ({}, None, "Set `k=1`."),
         ({"k": 1}, None, "Use smaller batches, or `loss_in_slices`"),
     ],

@@ -407,7 +407,7 @@ class AccumulatesLater(Module):
 
 
 def test_accumulation_that_begins_within_an_epoch_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="was used in an optimizer's step, and nobody has zeroed it since"):
+    with pytest.raises(RuntimeError, match="was used in an optimizer's step, and was not zeroed since"):
         fit(AccumulatesLater(), strategy_for(True))
 
 

@@ -22,7 +22,7 @@ INT8 = partial(OURS, moments="int8")
 FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
-@pytest.mark.filterwarnings("error:Units were to visit")
+@pytest.mark.filterwarnings("error:The plan expected GPU updates")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ class ClipsByValue(Placed):
     ids=["read", "clipped by value", "no pass", "scaler"],
 )
 def test_visits_that_never_happen_are_told(precision: str, make: Any, module: type[Placed], why: str) -> None:
-    with pytest.warns(UserWarning, match=f"Units were to visit the device.* the host has stepped them.*{why}"):
+    with pytest.warns(UserWarning, match=f"The plan expected GPU updates .* the CPU updates them.*{why}"):
         _, stats = fit_placed(make, Fixed((2,), (2, (), (4,))), precision, module=module)
     assert stats.visits == 0

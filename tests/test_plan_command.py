@@ -112,6 +112,7 @@ def test_all_models_that_are_built_in():
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 has other names for parts of models")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Phi-4", "Gemma-3-4B-it", "Qwen3-30B-A3B", "DINOv2-giant"])
 def test_shapes_are_those_of_the_library(name):
     """Written by a script, which compares all; the plan is the same, with adapters, too."""

@@ -113,7 +113,7 @@ def refused_optimizers() -> None:
     for make in (partial(torch.optim.LBFGS, lr=0.1), partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)):
         module = Silent()
         module.configure_optimizers = lambda make=make, module=module: make(module.parameters())
-        with pytest.raises(ValueError, match="keeps or sends weights in a way of its own"):
+        with pytest.raises(ValueError, match="keeps or sends weights in each process"):
             fit(trainer(streamed(), devices=2), module)
 
 
@@ -411,7 +411,7 @@ def backward_in_evaluation_steps() -> None:
     """Each process has gradients of its own, and takes no step with them: weights are all processes'."""
     assert_as_ddp(Adapts, use_distributed_sampler=False, inference_mode=False)
     ours = trainer(streamed(), devices=2, inference_mode=False)
-    with pytest.raises(RuntimeError, match="SGD is to step weights in an evaluation step"):
+    with pytest.raises(RuntimeError, match="SGD updates weights in an evaluation step"):
         ours.test(Adapts(), loader(2), verbose=False)
 
 

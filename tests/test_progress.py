@@ -39,7 +39,7 @@ def test_each_tenth_is_a_line(monkeypatch, caplog):
         Pipeline(Base(12), "cpu").detach()
     logged = [record.message for record in caplog.records if record.name == progress.__name__]
     for lines in (said, logged):
-        assert sum(line.startswith("Arranging weights") for line in lines) == 10
+        assert sum(line.startswith("Moving weights") for line in lines) == 10
 
 
 def test_work_is_shown_once_it_has_taken_five_seconds(monkeypatch, caplog):
@@ -143,6 +143,7 @@ def test_an_interrupted_attach():
     assert len(interrupted) > 100
 
 
+@pytest.mark.slow
 def test_an_interrupted_run(tmp_path):
     """Loading, attaching, saving: each weight has its old value or its new one, and the last checkpoint is whole."""
     old, last = tmp_path / "old.ckpt", tmp_path / "last.ckpt"
@@ -168,5 +169,5 @@ def test_an_interrupted_run(tmp_path):
             break
     assert at > 30
     loading = {"Loading weights", "Loading optimizer state"}
-    assert interrupts.shown == {*loading, "Arranging weights in host memory", "Saving last.ckpt"}
+    assert interrupts.shown == {*loading, "Moving weights to their CPU memory", "Saving last.ckpt"}
     assert steps == {6, 12}

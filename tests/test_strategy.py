@@ -350,6 +350,7 @@ def test_swa_steps_once_more_with_the_last_gradients(arguments):
     assert_same_training(arguments=lambda: {"callbacks": swa(), "max_epochs": 3, "limit_val_batches": 0, **arguments})
 
 
+@pytest.mark.compile
 def test_a_compiled_lightning_module():
     """Hazard 25: Lightning has a list of strategies that may run one, and ours is a strategy for a single device."""
 

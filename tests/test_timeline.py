@@ -56,10 +56,10 @@ def test_a_recording_in_numbers():
     ("machine", "lane", "words"),
     [
         ({}, Lane.COMPUTE, "computes 95% of the time, and waits 5% for weights. Computing is the bottleneck."),
-        ({"load": 5e-3}, Lane.TO_DEVICE, "for weights. The bottleneck is the way from host to device, busy"),
-        ({"step": 7e-3}, Lane.HOST, "for weights. The bottleneck is work on the host"),
-        ({"gradients": 7e-3}, Lane.TO_HOST, "The bottleneck is the way from device to host"),
-        ({"visit": 7e-3}, Lane.VISIT, "The bottleneck is the step of units that visit the device"),
+        ({"load": 5e-3}, Lane.TO_DEVICE, "for weights. The bottleneck is copying from CPU memory to the GPU, busy"),
+        ({"step": 7e-3}, Lane.HOST, "for weights. The bottleneck is work on the CPU"),
+        ({"gradients": 7e-3}, Lane.TO_HOST, "The bottleneck is copying from the GPU to CPU memory"),
+        ({"visit": 7e-3}, Lane.VISIT, "The bottleneck is optimizer updates on the GPU"),
     ],
     ids=["compute", "to device", "host", "to host", "visits"],
 )

@@ -75,7 +75,7 @@ def measured(of_workload: Sequence[Entry]) -> list[Curve]:
     for entry in of_workload:
         nbytes = entry.device_bytes or entry.counted_device_bytes if entry.ok else None
         if nbytes is not None and entry.window is None:
-            title = entry.title.partition(", in ")[0]
+            title = entry.title.partition(", in ")[0].replace("_", ", ")
             curves.setdefault(entry.system, Curve(title)).points.append((nbytes / GIB, entry.seconds))
     return list(curves.values())
 
@@ -141,17 +141,18 @@ def plot(result: Mapping[str, Any], name: str, curves: Sequence[Curve]) -> str:
     for value in round_steps(widest, 6):
         x, _ = place(value, 0)
         shapes.append(_mark(x, BOTTOM + 22, f"{value:.4g}", "middle"))
-    shapes.append(_mark((LEFT + RIGHT) / 2, BOTTOM + 44, "device memory, GiB", "middle"))
+    shapes.append(_mark((LEFT + RIGHT) / 2, BOTTOM + 44, "GPU memory, GiB", "middle"))
     ordered = [replace(curve, points=sorted(curve.points)) for curve in curves]
     for curve, color in zip(ordered, COLORS, strict=False):
         shapes.append(line([place(*point) for point in curve.points], color, 2.5))
         for point in curve.points:
             x, y = place(*point)
             shapes += _dot(x, y, color, curve.is_planned)
-            if len(curves) <= _FEW and point in (curve.points[0], curve.points[-1]):
+            if len(curve.points) == 1:
+                shapes.append(_name(x, y, f"{curve.title}: {readable_seconds(point[1])}"))
+            elif len(curves) <= _FEW and point in (curve.points[0], curve.points[-1]):
                 anchor: Anchor = "end" if x > RIGHT - 40 else "middle"
-                below = len(curve.points) == 1  # not where a line ends
-                shapes.append(text(x, y + 24 if below else y - 12, readable_seconds(point[1]), SIZE, "text", anchor))
+                shapes.append(text(x, y - 12, readable_seconds(point[1]), SIZE, "text", anchor))
     rows = list(_legend(ordered))
     return picture(WIDTH, BOTTOM + 58 + LEGEND_LINE * len(rows), [*shapes, *(shape for row in rows for shape in row)])
 
@@ -162,25 +163,35 @@ def _head(result: Mapping[str, Any], name: str, is_planned: bool) -> Iterator[st
     items = f"{description['samples'] * description['items_per_sample']:,} {description['items']}"
     clipping = "" if description["clipping"] is None else ", clipping by norm"
     began = result["began"][:10]
-    yield text(20, 36, "Time of a step over device memory", 22, bold=True)
+    yield text(20, 36, "Time of a step over GPU memory", 22, bold=True)
     yield text(20, 64, f"{name}, {items} a step{clipping}", SIZE, "muted")
     yield text(20, 88, f"{result['machine']['gpu'] or 'CPU, emulated device'}, measured on {began}", SIZE, "muted")
     if is_planned:
         yield text(20, 112, "rings: planned with the rates of that day, not measured", SIZE, "muted")
 
 
+def _name(x: float, y: float, name: str) -> str:
+    """Write a name beside its point, or below it and to the left if there is no room."""
+    if x + 12 + text_width(name, SIZE) <= WIDTH:
+        return text(x + 12, y + 6, name, SIZE)
+    return text(x + 5, y + 28, name, SIZE, "text", "end")
+
+
 def _legend(curves: Sequence[Curve]) -> Iterator[list[str]]:
-    """Yield rows of names, as many in a row as there is room for."""
+    """Yield rows of names, as many in a row as there is room for; a single point has its name beside it."""
     x, y = 20.0, BOTTOM + 76.0
     row: list[str] = []
     for curve, color in zip(curves, COLORS, strict=False):
+        if len(curve.points) == 1:
+            continue
         width = 16 + text_width(curve.title, SIZE) + 20
         if row and x + width > WIDTH:
             yield row
             x, y, row = 20.0, y + LEGEND_LINE, []
         row += [*_dot(x + 5, y - 6, color, curve.is_planned), text(x + 16, y, curve.title, SIZE)]
         x += width
-    yield row
+    if row:
+        yield row
 
 
 def _mark(x: float, y: float, words: str, anchor: Anchor) -> str:

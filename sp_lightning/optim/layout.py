@@ -35,17 +35,16 @@ def check_group(group: dict[str, Any]) -> None:
     """Raise if an option is unknown, or a parameter cannot be stepped."""
     if group["moments"] not in MOMENTS:
         expected = " or ".join(map(repr, MOMENTS))
-        raise ValueError(f"moments={group['moments']!r}: expected {expected}")
+        raise ValueError(f"`moments={group['moments']!r}` must be {expected}.")
     for number, p in enumerate(group["params"]):
         name = group["param_names"][number] if "param_names" in group else f"parameter {number} of its group"
         if p.is_meta or p.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim steps fp32 and bf16 "
-                "parameters on the CPU or an accelerator: give it to an optimizer of torch.optim instead"
+                f"{name} is {p.dtype} on {p.device}, but sp_lightning.optim updates FP32 and BF16 parameters on the "
+                "CPU or an accelerator. Give it to an optimizer of torch.optim."
             )
         if not fills_memory(p):
-            gaps = "has gaps in memory, which a pass over it would write to: make it `.contiguous()`"
-            raise ValueError(f"{name} {gaps}")
+            raise ValueError(f"{name} is not contiguous. Call `.contiguous()` on it.")
 
 
 def make_state(p: Tensor, group: dict[str, Any]) -> State:

@@ -20,10 +20,10 @@ COMPACT = "compact"
 
 
 class AdamW(Optimizer):
-    """AdamW over fp32 and bf16 parameters. bf16 ones are the upper halves of fp32 masters: the numbers are exact.
+    """AdamW over FP32 and BF16 parameters. BF16 ones are the upper halves of FP32 weights: the numbers are exact.
 
     Args:
-        params: Parameters, fp32 or bf16, on the CPU or an accelerator, or param groups of them.
+        params: Parameters, FP32 or BF16, on the CPU or an accelerator, or param groups of them.
         lr: The learning rate.
         betas: Decay of the first and the second moment.
         eps: What is added to the root of the second moment.
@@ -66,7 +66,7 @@ class AdamW(Optimizer):
                 loss = closure()
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in stepped):
-            raise RuntimeError("a gradient is sparse: use Embedding(sparse=False), or an optimizer of torch.optim")
+            raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
         passes: list[Pass] = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -122,22 +122,21 @@ def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: boo
     # torch's Adam would go on as AdamW, whose checkpoint it is, and torch's AdamW as itself
     if saved.get("decoupled_weight_decay") and saved["weight_decay"] and not is_decoupled:
         raise ValueError(
-            "the checkpoint has decoupled weight decay, and sp_lightning.optim.Adam has none: "
-            "load it into sp_lightning.optim.AdamW"
+            "The checkpoint has decoupled weight decay, but sp_lightning.optim.Adam has none. "
+            "Load it into sp_lightning.optim.AdamW."
         )
     moments = saved.get("moments", "fp32")  # torch's
     master, maximize = saved.get("master", "auto"), saved.get("maximize")
     if master not in ("auto", "split") or moments == "bf16" or maximize:
         raise ValueError(
-            "the checkpoint has options that sp_lightning.optim has no more "
-            f"(master={master!r}, moments={moments!r}, maximize={maximize!r}): load it with "
-            "sp_lightning 0.1.0, whose `optimizer.export()` yields fp32 weights and torch's "
-            "state of them"
+            "The checkpoint has options that sp_lightning.optim no longer supports "
+            f"(master={master!r}, moments={moments!r}, maximize={maximize!r}). Load it with "
+            "sp_lightning 0.1.0, whose `optimizer.export()` returns FP32 weights and torch's state."
         )
     if moments != own["moments"]:
         raise ValueError(
-            f"the checkpoint has moments={moments!r}, but this optimizer moments={own['moments']!r}: "
-            "make it with those of the checkpoint"
+            f"The checkpoint has moments={moments!r}, but this optimizer has moments={own['moments']!r}. "
+            "Make the optimizer with the value of the checkpoint."
         )
 
 
@@ -145,13 +144,13 @@ def _loaded(saved: State, state: State) -> State:
     """Copy what was saved into state that was made."""
     if saved.keys() != state.keys():
         raise ValueError(
-            f"the checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}: "
-            "load it into the optimizer that it is of"
+            f"The checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}. "
+            "Load it into an optimizer of the class that saved it."
         )
     for name, value in saved.items():
         if value.numel() != state[name].numel():
             saved_shape, shape = tuple(value.shape), tuple(state[name].shape)
-            raise ValueError(f"the checkpoint's {name} has {saved_shape}, the parameter's {shape}")
+            raise ValueError(f"The checkpoint's {name} has the shape {saved_shape}, the parameter's {shape}.")
         state[name].copy_(value)
     return state
 

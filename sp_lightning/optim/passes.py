@@ -66,7 +66,9 @@ def taken(work: Work) -> tuple[Memory, Scaling]:
     low = state.get("low")
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
     if any(kept is not None and kept.stride() != weight.stride() for kept in (low, first, second)):
-        raise RuntimeError("a parameter lies in memory in another order than its optimizer state: make it anew")
+        raise RuntimeError(
+            "A parameter and its optimizer state have different strides. Make a new optimizer after such a change."
+        )
     if gradient is not None:
         gradient = laid_like(gradient, weight)
     return Memory(weight, low, gradient, first, second, copy, first_scale, second_scale), scaling
@@ -111,9 +113,9 @@ def compiled_kernels() -> Any:
         return import_module("sp_lightning.optim.kernels")  # numba takes its time
     except Exception as error:  # numba refuses versions of numpy and of Python by exceptions of several classes
         _LOG.warning(
-            "sp_lightning: numba cannot be imported (%s), so torch's own kernels update weights on the CPU. "
+            "superpipeline: numba cannot be imported (%s), so torch's own kernels update weights on the CPU. "
             "The numbers are the same, but such an update takes 3 times as long under mixed precision, and 10 to 35 "
-            "times with sp_lightning.optim over bf16 weights. For full speed: pip install 'sp-lightning[fast]'",
+            "times with sp_lightning.optim over BF16 weights. For full speed: pip install 'sp-lightning[fast]'",
             error,
         )
         return None

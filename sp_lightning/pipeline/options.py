@@ -21,7 +21,7 @@ Policy: TypeAlias = Literal["keep", "recompute", "offload"]
 ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
 
 OptimizerPlace: TypeAlias = Literal["auto", "host"]
-"""Where weights are stepped, and their state lies: wherever that is fastest, or on the host."""
+"""Where weights are updated, and where their state is: wherever that is fastest, or in CPU memory."""
 
 CompileOptions: TypeAlias = bool | dict[str, Any]
 """Whether to compile units, or the arguments of `torch.compile` to do so with."""
@@ -40,35 +40,34 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a module is streamed: arguments of `superpipeline` and of the strategy; every default works.
+    """How a module is streamed: the arguments of `superpipeline` and of the strategies. The defaults work.
 
-    Without the planner that these add, `k="auto"` is two units, `activations="auto"` recomputes if there is a budget,
-    and `optimizer_on="auto"` is `"host"`.
+    A `Pipeline` without the planner that these add has simpler defaults: `k="auto"` means two units,
+    `activations="auto"` recomputes if there is a budget, and `optimizer_on="auto"` means `"host"`.
 
     Args:
-        k: Number of units on the device at once; with as many as there are, all stay there. `"auto"` starts with two,
-            then chooses what the first steps show to be fastest within `memory_budget`.
-        k_prime: Number of neighbors of these, at most `k`, that are joined into one unit, and move together.
-        memory_budget: Device memory for weights, gradients on their way to the host and activations: bytes, text such
-            as `"12GB"`, or a fraction of the device's memory. `None` means 90 % of what is free, and no limit on the
-            CPU.
+        k: Number of units in GPU memory at a time; if it is the number of all units, all stay there. `"auto"` starts
+            with two, and then chooses what the first steps show to be fastest within `memory_budget`.
+        k_prime: Number of neighboring layers, at most `k`, that are joined into one unit and move together.
+        memory_budget: GPU memory for weights, gradients in flight and activations: bytes, text such as `"12GB"`, or a
+            fraction of all GPU memory. `None` means 90 % of what is free, and no limit on the CPU.
         units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. `None` finds
             them automatically.
-        resident: Names of modules or parameters to keep on the device at all times.
-        activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the device,
-            `"recompute"` runs the unit's forward again in backward, `"offload"` moves them to host memory until then.
-            `"auto"` measures two steps, then chooses for each unit.
-        overlap_optimizer: Whether to step the optimizer unit by unit while the device computes. `"auto"` does so where
-            the result is that of a plain step; `True` makes anything else an error.
-        optimizer_on: Where weights are stepped. With `"auto"`, where measured steps show that it is faster, units live
-            on the device with their gradients and optimizer state, or visit it: their state lies on the host, and comes
-            to be stepped. With `"host"` the host steps all units.
-        pin_memory: Whether to page-lock host memory, for fast copies, where the device gains by it.
-        host_threads: Number of threads that step the optimizer on the host. `"auto"` uses `OMP_NUM_THREADS` if you set
-            it, else three quarters of the cores; on a CPU, torch's number.
-        compile: Whether to compile each unit's forward, as `block.compile()` does; units that are alike share one
-            graph. A dict has arguments of `torch.compile`, such as `{"mode": "max-autotune-no-cudagraphs"}`.
-        debug: Whether to delay copies at random and poison free slots.
+        resident: Names of modules or parameters to keep on the GPU at all times.
+        activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the GPU,
+            `"recompute"` runs the unit's forward again in backward, `"offload"` moves them to CPU memory until then.
+            `"auto"` measures two steps, and then chooses for each unit.
+        overlap_optimizer: Whether to update weights unit by unit while the GPU computes. `"auto"` does so if the result
+            is that of a plain step; `True` raises an error otherwise.
+        optimizer_on: Where weights are updated. With `"auto"`, if measured steps show that it is faster, units stay on
+            the GPU with their gradients and optimizer state, or are updated there while their state is copied to the
+            GPU and back. With `"host"`, the CPU updates all units.
+        pin_memory: Whether to pin CPU memory, for fast copies.
+        host_threads: Number of CPU threads that update weights. `"auto"` uses `OMP_NUM_THREADS` if you set it, else
+            three quarters of the cores; without a GPU, torch's number.
+        compile: Whether to compile each unit's forward, as `block.compile()` does. Equal units share one graph. A dict
+            has arguments of `torch.compile`, such as `{"mode": "max-autotune-no-cudagraphs"}`.
+        debug: Whether to delay copies at random, and to fill free slots with NaN.
 
     Raises:
         ValueError: If an option has an invalid value.
@@ -93,8 +92,8 @@ class PipelineOptions:
         _check_count("host_threads", self.host_threads)
         if self.k != "auto" and self.k_prime > self.k:
             raise ValueError(
-                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: units that move together "
-                f"must fit among those on the device. Choose 1 <= k_prime <= {self.k}, or a larger "
+                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: layers that move together "
+                f"must fit among those on the GPU. Choose 1 <= k_prime <= {self.k}, or a larger "
                 "k."
             )
         if self.memory_budget is not None:

@@ -31,20 +31,20 @@ _attached: set[Pipeline] = set()
 
 
 class Pipeline:
-    """Streams a module's units between host and device while it computes.
+    """Streams a module's units between CPU memory and the GPU while it computes.
 
     Constructing it attaches it to the module; `detach` undoes that. In between, use the module as usual: call it, call
     `backward`, step any torch optimizer over its parameters, save and load its state.
 
     Args:
-        module: The module. Weights that are on an accelerator move to the host.
+        module: The module. Weights that are on an accelerator move to CPU memory.
         device: The device to compute on; by default the current accelerator, or else the CPU.
         options: The options; the defaults work.
         backend: Allocates and copies memory; by default the backend for the device.
         planner: Chooses, between steps, what `options` leave open; without one the window keeps its initial size.
-        processes: All processes that train the same model, if there are others: gradients are averaged with theirs.
-        progress: Shows how far long work has come; by default in the log.
-        leaves_steps_open: Whether a call's step goes on after it: nobody declares steps (calls/gates.py).
+        processes: All processes that train the same model, if there are several: gradients are averaged over them.
+        progress: Shows the progress of long work; by default in the log.
+        leaves_steps_open: Whether a call's step continues after the call, for loops that declare no steps.
 
     Attributes:
         module: The module.
@@ -140,7 +140,7 @@ class Pipeline:
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
-        """Record what the lanes do in this scope: units computing, copies, work on the host, and stalls."""
+        """Record what the lanes do in this scope: units computing, copies, work on the CPU, and stalls."""
         return self._engine.backend.trace.record()
 
     @contextmanager
@@ -161,7 +161,7 @@ class Pipeline:
         self._engine.meet()
 
     def weights_changed(self) -> None:
-        """Tell the engine that weights on the host were written to: those on the device are sent anew."""
+        """Tell the engine that weights in CPU memory were written to: those on the GPU are sent again."""
         for unit in self._engine.window.units:
             self._engine.window.note_write(unit)
 
@@ -234,8 +234,8 @@ class Pipeline:
         """The parts that stream the module, as long as they do."""
         if self not in _attached:
             raise RuntimeError(
-                "This pipeline was detached from its module, which is a plain one since. To stream "
-                "it again, attach another one: `superpipeline(module)`."
+                "This pipeline was detached, and its module is a plain one again. To stream it, "
+                "attach another pipeline: `superpipeline(module)`."
             )
         return self._parts
 
@@ -259,7 +259,7 @@ class Pipeline:
 
     @property
     def budget(self) -> int | None:
-        """Device memory for weights, gradients on their way and activations; None if no limit is known."""
+        """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
         return self._parts.room.budget
 
 

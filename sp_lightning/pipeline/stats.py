@@ -22,7 +22,7 @@ class Stats:
     """Counts since the pipeline was attached or `clear` was called."""
 
     steps: int = 0  # outermost `step()` scopes
-    loads: int = 0  # units copied to the device, resident weights not counted
+    loads: int = 0  # units copied to the GPU, resident weights not counted
     # loads that had not been prefetched, so that computing waited for the whole copy
     misses: int = 0
     bytes_to_device: int = 0

@@ -63,15 +63,15 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan as pairs of a name and a value."""
-        streamed = "all stay on the device" if self.k >= self.units else f"{self.k} on the device at once"
-        page_locked = ", page-locked" if self.pinned else ""
-        ways = f"{len(self.living)} live on the device, {len(self.visiting)} visit it, the host steps the others"
+        streamed = "all stay on the GPU" if self.k >= self.units else f"{self.k} on the GPU at a time"
+        pinned = ", pinned" if self.pinned else ""
+        ways = f"{len(self.living)} stay on the GPU, {len(self.visiting)} are updated there, the others on the CPU"
         return [
             ("device", self.device),
             ("units", f"{self.units}: {streamed}"),
-            ("weights on the device", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
-            ("weights on the host", f"{readable_bytes(self.host_bytes)}{page_locked}"),
-            ("optimizer steps", ways if self.living or self.visiting else "on the host"),
+            ("GPU memory for weights", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
+            ("CPU memory for weights", f"{readable_bytes(self.host_bytes)}{pinned}"),
+            ("optimizer updates", ways if self.living or self.visiting else "on the CPU"),
         ]
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -57,17 +58,17 @@ class Assumptions:
     """Assumptions about machine and training, for a plan without measurements.
 
     Args:
-        device_memory: Device memory, of which a step may take 90 %: bytes, or text such as "24GiB". None asks the
-            device, and is 24 GiB where there is none.
-        host_memory: Host memory, of which 6 GiB are for the system and for data. None asks the machine if it has a
-            device, and is 64 GiB else.
-        link: Bandwidth of copies to the device, and of those to the host, in GB/s. Both at once reach 85 % of the sum.
-        compute: Speed that the device reaches on such a model at least, in TFLOP/s. Everything is chosen for it.
+        device_memory: GPU memory, of which a step may use 90 %: bytes, or text such as "24GiB". None asks the GPU, and
+            is 24 GiB if there is none.
+        host_memory: CPU memory, of which 6 GiB are for the system and for data. None asks the machine if it has a GPU,
+            and is 64 GiB otherwise.
+        link: Bandwidth of copies in each direction, in GB/s. Both at once reach 85 % of the sum.
+        compute: Speed that the GPU reaches on such a model at least, in TFLOP/s. Everything is chosen for it.
         compute_at_best: Speed that it reaches at best, in TFLOP/s, for the upper end of tokens per second. None is
             `compute`.
-        host_bandwidth: Bandwidth at which the optimizer reads and writes host memory, in GB/s.
-        memory_bandwidth: Bandwidth of host memory for all that asks for it at once, cores and copies, in GB/s. None is
-            half as much again as `host_bandwidth`.
+        host_bandwidth: Bandwidth at which the optimizer reads and writes CPU memory, in GB/s.
+        memory_bandwidth: Bandwidth of CPU memory for cores and copies at once, in GB/s. None is 1.5 times
+            `host_bandwidth`.
         precision: The Trainer's `precision`.
         accumulate: The Trainer's `accumulate_grad_batches`.
         gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
@@ -147,14 +148,14 @@ class Assumptions:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory; 0 if `device_memory` is not an amount."""
+        """Bytes of GPU memory; 0 if `device_memory` is not an amount."""
         has_gpu = torch.cuda.is_available()
         found = torch.cuda.get_device_properties(0).total_memory if has_gpu else _DEVICE_MEMORY
         return _bytes_of(self.device_memory, int(found))
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory; 0 if `host_memory` is not an amount."""
+        """Bytes of CPU memory; 0 if `host_memory` is not an amount."""
         found = total_host_memory() if torch.cuda.is_available() else None
         return _bytes_of(self.host_memory, found or _HOST_MEMORY)
 
@@ -170,7 +171,7 @@ class Assumptions:
 
     @property
     def steps_by_weight(self) -> bool:
-        """Whether the optimizer treats each weight by itself, as it has to where weights live on the device."""
+        """Whether the optimizer treats each weight by itself, as it must for weights that stay on the GPU."""
         return OPTIMIZERS[self.optimizer] in STEP_BY_WEIGHT
 
     def state_bytes(self, weights: Iterable[Tensor]) -> int:
@@ -193,6 +194,8 @@ class Assumptions:
 @lru_cache(maxsize=4096)  # a model has few shapes
 def _state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Return the bytes of an optimizer's state for a weight; None if its step takes no such weight."""
+    if optimizer in COMPACT:  # two moments; to make an optimizer imports torch._dynamo, which takes a second
+        return 2 * math.prod(shape) * dtype.itemsize
     weight = torch.empty(shape, dtype=dtype, device="meta")
     state = state_after_dry_step(OPTIMIZERS[optimizer], [{"params": [weight]}])
     return None if state is None else sum(value.nbytes for value in state if value.dim())

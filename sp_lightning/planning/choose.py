@@ -53,9 +53,10 @@ class TooLittleMemory(ValueError):
     def __init__(
         self, place: Literal["device", "host"], budget: float, missing: float, most: str, hint: str = ""
     ) -> None:
-        has, more = readable_bytes(int(budget)), readable_bytes(int(missing))
-        little = f"{has} of {place} memory is too little: it takes {more} more."
-        super().__init__(f"{little} Most is for {most}{hint}.")
+        memory = {"device": "GPU memory", "host": "CPU memory"}[place]
+        needed, has = readable_bytes(int(budget) + int(missing)), readable_bytes(int(budget))
+        too_little = f"A step needs {needed} of {memory}, but only {has} are available."
+        super().__init__(f"{too_little} Most of it is for {most}{hint}.")
         self.place: Literal["device", "host"] = place
         self.budget = int(budget)
         self.missing = int(missing)

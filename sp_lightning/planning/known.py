@@ -70,7 +70,7 @@ def rates_of_host(name: str) -> dict[str, Any]:
     """Return what to assume of a host: its memory's bandwidth."""
     entry = find("hosts", name)
     if entry is None:
-        raise ValueError(f"host: {name!r} is not one of {', '.join(known('hosts'))}")
+        raise ValueError(f"`--host`: {name!r} is not one of {', '.join(known('hosts'))}")
     return {rate: value for rate, value in entry.items() if rate != "source"}
 
 

@@ -126,7 +126,7 @@ class AutoPlanner(Planner):
         try:
             prediction = search(budget)
         except TooLittleMemory as error:
-            warnings.warn(f"Superpipeline: {error}", stacklevel=2)
+            warnings.warn(f"superpipeline: {error}", stacklevel=2)
             prediction = search(budget + error.missing)
         choice = prediction.choice
         living = [workload.everything[number] for number in choice.living]

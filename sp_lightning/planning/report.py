@@ -107,7 +107,7 @@ class Row:
 
     @property
     def memory(self) -> str:
-        """What a step takes on the device and on the host."""
+        """What a step needs of GPU memory and CPU memory."""
         given, step = self.given, self.step
         assert step is not None
         return (
@@ -204,7 +204,7 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
 
     Args:
         module: The model. It is neither changed nor called.
-        assumptions: About the device, the host, the precision, the optimizer, and the size of a step.
+        assumptions: About the GPU, the CPU memory, the precision, the optimizer, and the size of a step.
         title: Name of the model in the answer; by default, the name of its class.
 
     Raises:

@@ -20,10 +20,10 @@ __all__ = ["Breakdown", "break_down", "check_timeline_path", "write_timeline"]
 _COMPUTES_ALL_THE_TIME = 0.9
 # what is busy where a lane is the bottleneck
 _BOTTLENECKS = {
-    Lane.TO_DEVICE: "the way from host to device",
-    Lane.TO_HOST: "the way from device to host",
-    Lane.VISIT: "the step of units that visit the device",
-    Lane.HOST: "work on the host",
+    Lane.TO_DEVICE: "copying from CPU memory to the GPU",
+    Lane.TO_HOST: "copying from the GPU to CPU memory",
+    Lane.VISIT: "optimizer updates on the GPU",
+    Lane.HOST: "work on the CPU",
 }
 
 

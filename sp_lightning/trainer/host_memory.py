@@ -98,8 +98,8 @@ def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightnin
         lightning.check(
             chosen is None or torch.device(chosen).type == "cpu",
             f"`{type(callback).__name__}(device={chosen!r})` keeps a second copy of the whole "
-            "model on the device, "
-            "but `strategy='superpipeline'` keeps weights in host memory. Leave `device` out, or set it to 'cpu'.",
+            "model on the GPU, "
+            "but `strategy='superpipeline'` keeps weights in CPU memory. Leave `device` out, or set it to 'cpu'.",
         )
         # Lightning would take the module's `device`, where no weight is
         callback._device = torch.device("cpu")
@@ -163,10 +163,10 @@ def check_optimizer_memory(
         return free - state
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     raise lightning.misconfiguration(
-        f"{names} would keep {readable_bytes(state)} of state in host memory, beside "
-        f"{readable_bytes(gradients)} of gradients, and {readable_bytes(free)} are free. Use a machine with more "
-        "memory, freeze weights, or take `sp_lightning.optim.AdamW(moments='int8')` with `precision='bf16-true'`, "
-        "half of what AdamW takes in fp32; `sp-lightning plan` says what fits."
+        f"{names} would keep {readable_bytes(state)} of optimizer state in CPU memory, and "
+        f"{readable_bytes(gradients)} of gradients, but only {readable_bytes(free)} are free. Use a machine with more "
+        "memory, freeze weights, or use `sp_lightning.optim.AdamW(moments='int8')` with `precision='bf16-true'`, "
+        "which needs half as much as AdamW in FP32; `sp-lightning plan` shows what fits."
     )
 
 

@@ -66,7 +66,7 @@ class Narrator:
         """Report the plan that was made by measuring the first steps."""
         # without times, which differ each time
         if self._is_new(plan.window):
-            self._lightning.info(f"Superpipeline: {planned(plan, self._k_prime)}")
+            self._lightning.info(f"superpipeline: {planned(plan, self._k_prime)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
         """Report what was streamed, if the plan was shown."""
@@ -88,10 +88,10 @@ def planned(plan: WindowPlan, k_prime: int = 1) -> str:
     chosen = [f"k={plan.k * k_prime}"]
     if plan.on_device:
         there = readable_bytes(plan.on_device_bytes)
-        chosen.append(f"units living on the device with their state: {len(plan.on_device)} ({there})")
+        chosen.append(f"units that stay on the GPU: {len(plan.on_device)} ({there})")
     if plan.visiting:
-        chosen.append(f"units visiting it to be stepped there: {len(plan.visiting)}")
-    cost = f"{readable_seconds(plan.step_seconds)} and {readable_bytes(plan.device_bytes)} of the device"
+        chosen.append(f"streamed units that are updated on the GPU: {len(plan.visiting)}")
+    cost = f"{readable_seconds(plan.step_seconds)} and {readable_bytes(plan.device_bytes)} of GPU memory"
     return f"chosen by the first steps: {', '.join(chosen)}. A step should take {cost}."
 
 
@@ -101,9 +101,9 @@ def outcome(stats: Stats, summary: Summary) -> str:
     done = f"{stats.steps} batches, {stats.loads} unit loads ({stats.misses} late)"
     on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
     return (
-        f"Superpipeline: {done}, {up} to the device, {down} back; weights took at most "
-        f"{readable_bytes(summary.device_bytes)} of {summary.device}, and all took "
-        f"{readable_bytes(on_host)} of the host, "
+        f"superpipeline: {done}, {up} to {summary.device}, {down} back. Weights needed at most "
+        f"{readable_bytes(summary.device_bytes)} on {summary.device}; weights, gradients and optimizer state need "
+        f"{readable_bytes(on_host)} of CPU memory, "
         f"{on_host / max(1, summary.parameters):.1f} bytes per parameter."
     )
 
@@ -190,14 +190,14 @@ def _taken(pipeline: Pipeline, trains: bool) -> str:
         window = f"`k={summary.k * k_prime}`: {summary.k} of {summary.units} units of {k_prime} layers"
     parts = [f"{readable_bytes(summary.device_bytes)} for weights ({window})"]
     if summary.living:
-        parts.append(f"{len(summary.living)} units that live there with their optimizer state among them")
+        parts.append(f"among them {len(summary.living)} units that stay there with their optimizer state")
     if trains:
         activations = readable_bytes(pipeline.stats.activation_peak_bytes)
         parts += [
-            f"{readable_bytes(summary.gradient_bytes)} for gradients on their way to the host",
+            f"{readable_bytes(summary.gradient_bytes)} for gradients on their way to CPU memory",
             f"up to {activations} for activations (`activations={pipeline.options.activations!r}`)",
         ]
-    parts.append("and what operations take in between")
+    parts.append("and temporary memory of operations")
     words = f"superpipeline: this step had {', '.join(parts)}."
     if memory is not None:
         words += f" The peak of allocated memory was {readable_bytes(memory.peak_so_far)}."
@@ -214,7 +214,7 @@ def _remedy(pipeline: Pipeline, trains: bool) -> str:
         return fewest
     if summary.plan is not None and budget is not None:
         smaller = f"Set `memory_budget={int(_SMALLER_BUDGET * budget)}`, so that less is planned"
-        return f"{smaller}, and fewer units live there." if summary.living else f"{smaller}."
+        return f"{smaller}, and fewer units stay there." if summary.living else f"{smaller}."
     mostly_activations = trains and summary.device_bytes < pipeline.stats.activation_peak_bytes
     if summary.k > 1 and not mostly_activations:
         return fewest

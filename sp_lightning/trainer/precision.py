@@ -26,10 +26,10 @@ class HasGradients(Protocol):
 
 
 class HostGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` whose scale and growth tracker live in host memory, as gradients do.
+    """A `torch.amp.GradScaler` whose scale and growth tracker are in CPU memory, like gradients.
 
-    torch puts them on the device of the loss. `unscale_` would then copy the inverse scale and the overflow flag to the
-    host with `non_blocking=True`, and might read them before they arrive. The copy in `scale`, host -> device, is from
+    torch puts them on the device of the loss. `unscale_` would then copy the inverse scale and the overflow flag to CPU
+    memory with `non_blocking=True`, and might read them before they arrive. The copy to the GPU in `scale` is from
     pageable memory, and staged before the call returns: a later `update` cannot change what arrives.
     """
 
@@ -107,7 +107,7 @@ def host_precision(plugin: Any, lightning: FabricNamespace, strategy: HasGradien
     lightning.check(
         isinstance(plugin, lightning.converting_dtypes) or not converts,
         f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that "
-        "stay on the device, and they are in host memory. Choose one of `precision='32-true'`, "
+        "stay on the GPU, but they are in CPU memory. Choose one of `precision='32-true'`, "
         "'64-true', 'bf16-true', '16-true', "
         "'bf16-mixed' and '16-mixed'.",
     )
@@ -117,8 +117,8 @@ def host_precision(plugin: Any, lightning: FabricNamespace, strategy: HasGradien
     if not isinstance(scaler, HostGradScaler):
         lightning.check(
             type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler),
-            f"`MixedPrecision(scaler={type(scaler).__name__}(...))` may keep its scale on the device, "
-            "but `strategy='superpipeline'` keeps gradients in host memory. Derive the scaler from "
+            f"`MixedPrecision(scaler={type(scaler).__name__}(...))` may keep its scale on the GPU, "
+            "but `strategy='superpipeline'` keeps gradients in CPU memory. Derive the scaler from "
             "`sp_lightning.trainer.precision.HostGradScaler`.",
         )
         plugin.scaler = HostGradScaler(enabled=scaler.is_enabled())

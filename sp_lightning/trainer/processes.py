@@ -105,7 +105,7 @@ class ProcessesMixin:
         if not self.is_distributed:
             return
         started = f"{self.world_size} processes train one model, {self.num_processes} on this machine, one per device"
-        self.lightning.info(f"Superpipeline: {started}. For a single one, set `devices=1`.")
+        self.lightning.info(f"superpipeline: {started}. For a single one, set `devices=1`.")
         self.lightning.reset_seed()
         on_device = dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
         self.lightning.init_process_group(

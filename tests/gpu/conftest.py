@@ -18,14 +18,9 @@ from .unkind import LAGS, pageable_copies
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where this folder is asked for."""
-    parser.addoption("--all-lags", action="store_true", help="run each test with everything that may lag, one by one")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test becomes four, by an option."""
-    if metafunc.config.getoption("all_lags", False):
+    if metafunc.config.getoption("all_lags"):
         metafunc.parametrize("lag", LAGS, indirect=True)
 
 

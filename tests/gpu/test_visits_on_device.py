@@ -26,7 +26,7 @@ ADAMW = partial(optim.AdamW, lr=1e-2)
 CLOSE = {"rtol": 0, "atol": 0} if "SECOND_DEVICE" in os.environ else {"rtol": 1e-2, "atol": 1e-4}
 
 
-@pytest.mark.filterwarnings("error:Units were to visit")
+@pytest.mark.filterwarnings("error:The plan expected GPU updates")
 @pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.01, 2)])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_visits_in_each_precision(precision: str, clip: float | None, accumulate: int, accelerator: str) -> None:

@@ -80,7 +80,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("device", ["foo", "hip", "cuda:99", 1.5])
 def test_devices_that_are_not_there(device: Any) -> None:
-    with pytest.raises(ValueError, match=f"`device='{device}'` is none that this torch can compute on: .+"):
+    with pytest.raises(ValueError, match=f"`device='{device}'` is not a device that this torch can use. .+"):
         superpipeline(model(), device)
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_module(module: Any, message: str) -> None:
 
 def test_more_together_than_there_are_warns() -> None:
     """It works: all move together."""
-    with pytest.warns(UserWarning, match="`k_prime=9` is above the number of units, 6: all move together"):
+    with pytest.warns(UserWarning, match="`k_prime=9` is above the number of units, 6: all units move together"):
         superpipeline(model(), "cpu", units=Block, k_prime=9).detach()
 
 
@@ -170,7 +170,7 @@ def test_host_memory_that_suffices_or_not(free: int | None, monkeypatch: pytest.
     monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: free)
     module = model()
     if free == 20_000:
-        with unchanged(module), pytest.raises(ValueError, match=r"Host memory is too small: .* needed.*19.5 KiB are"):
+        with unchanged(module), pytest.raises(ValueError, match=r"CPU memory is too small: .* needed.*19.5 KiB are"):
             Pipeline(module, "cpu")
         module.requires_grad_(False)
     Pipeline(module, "cpu", options=PipelineOptions(units=Block)).detach()

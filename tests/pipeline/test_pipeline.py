@@ -89,7 +89,7 @@ def test_a_detached_pipeline_does_nothing_but_say_so(name: str) -> None:
     """It attached itself again, and nothing undid that."""
     with attached(model := layers()) as pipeline:
         model(torch.ones(1, 8))
-    with pytest.raises(RuntimeError, match="was detached from its module, which is a plain one since"):
+    with pytest.raises(RuntimeError, match="was detached, and its module is a plain one again"):
         getattr(pipeline, name)().__enter__()
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
@@ -99,7 +99,7 @@ def test_a_sparse_gradient_of_the_users() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weight = model[0].weight
         weight.grad = torch.ones_like(weight).to_sparse()
-        with pytest.raises(RuntimeError, match="Weight '0.weight' got a sparse gradient. Let it be dense"):
+        with pytest.raises(RuntimeError, match="Weight '0.weight' got a sparse gradient. Make it dense"):
             optimizer.step()
 
 

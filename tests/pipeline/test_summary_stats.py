@@ -83,7 +83,7 @@ def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.Mon
     assert pieces > 3 * block, "two pieces: weight, state, gradient"
     assert summary.host_bytes == 5 * slot
     assert 2 * 2 * block < summary.optimizer_bytes < 5 * 2 * block + 1024
-    assert dict(summary.rows())["optimizer steps"].startswith("1 live on the device, 2 visit it, the host steps")
+    assert dict(summary.rows())["optimizer updates"].startswith("1 stay on the GPU, 2 are updated there, the others")
     memory = DeviceMemory(total=4000, free=1000, allocated=3000, peak=3000, peak_so_far=3000, retries=0)
     monkeypatch.setattr(pipeline.backend, "memory", lambda: memory)
     assert pipeline.budget == summary.device_bytes + summary.gradient_bytes + 900, "what streams counts"
@@ -101,7 +101,7 @@ def test_automatic_k(k: int | str, k_prime: int, expected: tuple[int, int]) -> N
     pipeline.detach()
 
 
-@pytest.mark.parametrize(("k", "phrase"), [(2, "2 on the device at once"), (6, "all stay on the device")])
+@pytest.mark.parametrize(("k", "phrase"), [(2, "2 on the GPU at a time"), (6, "all stay on the GPU")])
 def test_the_table(k: int, phrase: str) -> None:
     """One aligned row for each thing that a user asks about."""
     pipeline = superpipeline(chain(6, 16, 32), "cpu", k=k, units=Block)

@@ -115,7 +115,7 @@ def test_on_the_cpu_without_a_budget_nothing_is_measured() -> None:
 
 def test_too_small_a_budget_warns_and_takes_the_smallest_window() -> None:
     budget = UNIT_BYTES + 2 * (UNIT_BYTES + 256)  # gradients of a unit, with room for their norms, twice
-    with pytest.warns(UserWarning, match=r"is too little: it takes .* more\. Most is for one unit"):
+    with pytest.warns(UserWarning, match=r"needs .*, but only .* are available\. Most of it is for one unit"):
         trained = MACHINES[Lane.COMPUTE].train(AutoPlanner(), memory_budget=budget)
     plan = trained.summary.plan
     assert plan is not None

@@ -174,8 +174,8 @@ class HostPool:
         free = available_host_memory()
         if free is not None and size > free:
             raise RuntimeError(
-                f"Host memory is too small for offloaded activations: {readable_bytes(self.held)} "
-                f"are taken already, {readable_bytes(size)} more are needed and "
+                f"CPU memory is too small for offloaded activations: {readable_bytes(self.held)} "
+                f"are in use, {readable_bytes(size)} more are needed and "
                 f"{readable_bytes(free)} are free. Use a smaller batch, `activations='recompute'`, "
                 "or a machine with more memory."
             )

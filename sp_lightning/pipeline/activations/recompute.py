@@ -157,7 +157,7 @@ class UnitCall:
             if warns:
                 warnings.warn(
                     f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. "
-                    "What it saves for backward stays on the device.",
+                    "What it saves for backward stays on the GPU.",
                     stacklevel=2,
                 )
         return obstacle is None
@@ -246,8 +246,8 @@ class UnitCall:
         if self._missing or is_other:
             raise self._cannot(
                 f"{member.name!r} has computed something else when its forward ran again in "
-                "backward: what it depends on has changed in between, be it an attribute that was "
-                "set since, a global variable, a closure, or a class's attribute"
+                "backward: something that it depends on has changed in between, such as an attribute, "
+                "a global variable, a closure, or a class attribute"
             )
         shared.backend.trace.begin(Kind.BACKWARD, member.unit_name)
 

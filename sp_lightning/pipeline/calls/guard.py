@@ -132,9 +132,8 @@ class Guard:
         """Raise if a weight was stepped in the backward pass that is under way, and is to be read."""
         if self._engine.stream.is_used_up(weight) and not optimizer_steps.depth:
             raise RuntimeError(
-                f"Weight {weight.name!r} is used in backward after the optimizer has stepped it there, "
-                "because nobody was expected to read weights whose gradients are complete. Train with "
-                "`overlap_optimizer=False`."
+                f"Weight {weight.name!r} is used in backward after the optimizer has updated it there. Weights are "
+                "updated in backward as soon as their gradients are complete. Train with `overlap_optimizer=False`."
             )
 
     def _check_in_fork(self, weight: Weight) -> None:
@@ -163,7 +162,7 @@ class Guard:
         gradient.check()
         if reads and gradient in stream.pending:
             raise RuntimeError(
-                f"The gradient of weight {weight.name!r} is on its way to the host, and cannot be "
+                f"The gradient of weight {weight.name!r} is on its way to CPU memory, and cannot be "
                 "read before backward has ended. Read it in `on_after_backward`, or in a hook on "
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )

@@ -250,16 +250,16 @@ def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
     if tensor.requires_grad:
         return RuntimeError(
             "backward(create_graph=True) would leave a gradient with a graph on weight "
-            f"{weight.name!r}, whose gradient lives on the host. Use torch.autograd.grad(..., "
+            f"{weight.name!r}, whose gradient is in CPU memory. Use torch.autograd.grad(..., "
             "create_graph=True) for the inner gradient."
         )
     if tensor.layout is not torch.strided:
         return RuntimeError(
-            f"Weight {weight.name!r} got a sparse gradient. Let it be dense (`sparse=False`, "
-            "`to_dense()`), or compute it in an `nn.Embedding(sparse=True)`, which lives on the "
-            "device."
+            f"Weight {weight.name!r} got a sparse gradient. Make it dense (`sparse=False`, "
+            "`to_dense()`), or compute it in an `nn.Embedding(sparse=True)`, which stays on the "
+            "GPU."
         )
     return RuntimeError(
-        f"Weight {weight.name!r} got another gradient after it was stepped in this backward pass. "
+        f"Weight {weight.name!r} got another gradient after it was updated in this backward pass. "
         "Train with `overlap_optimizer=False`."
     )

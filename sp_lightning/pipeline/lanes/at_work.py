@@ -20,10 +20,10 @@ from weakref import WeakSet
 from sp_lightning.pipeline.torch_private import without_torch_function
 
 FORKED = (
-    "This process was forked from the one in which superpipeline streams the model, and has "
-    "neither its threads nor its device: it can read weights that are streamed on the CPU, unless "
-    "they were being stepped, and do nothing else with the model. Give it a copy that is made "
-    "before, such as `copy.deepcopy(module)`, or start it with 'spawn'."
+    "This process was forked from the one in which superpipeline streams the model. It has neither the "
+    "threads nor the GPU of that process. It can read weights that are streamed on the CPU, unless an optimizer was "
+    "updating them, and do nothing else with the model. Give it a copy from before the fork, such as "
+    "`copy.deepcopy(module)`, or start it with 'spawn'."
 )
 
 
@@ -89,9 +89,9 @@ class EngineAtWork(OfOneProcess):
         if {self.computes, self.goes_on} - {None, threading.get_ident()}:
             raise RuntimeError(
                 "A thread computes with a model, or steps its optimizer, while another thread "
-                "computes with it. superpipeline keeps on the device what one of them needs next: "
-                "let them take turns, by a `threading.Lock` that they share, or have one of them "
-                "use a copy, such as `copy.deepcopy(module)`."
+                "computes with it, but only the weights that one of them needs next are on the GPU. "
+                "Let the threads take turns with a shared `threading.Lock`, or give one of them "
+                "a copy, such as `copy.deepcopy(module)`."
             )
 
 

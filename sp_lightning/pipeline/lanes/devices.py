@@ -317,8 +317,9 @@ def full_device(device: torch.device | str | None) -> torch.device:
     try:
         return torch.empty(0, device=device).device  # which has an index
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"`device={str(device)!r}` is none that this torch can compute on: {reason}") from error
+        # not the list of all kinds of devices that torch has ever known
+        reason = "It knows no such device." if "Expected one of" in str(error) else str(error).partition("\n")[0]
+        raise ValueError(f"`device={str(device)!r}` is not a device that this torch can use. {reason}") from error
 
 
 def make_backend(device: torch.device, host_threads: int | Literal["auto"], processes: int, debug: bool) -> Backend:

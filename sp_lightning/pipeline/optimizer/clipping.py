@@ -192,7 +192,7 @@ class Clipping:
             return found.why_torch_reads
         ours = found.ours
         if not ours:
-            return "all gradients are on the device, where torch measures them, and nobody waits"
+            return "all gradients are on the GPU, where torch computes their norms without waiting"
         dtypes = {gradient.weight.dtype for gradient in ours}
         dtypes.update(other.gradient.dtype for other in found.others)
         if len(dtypes) != 1 or not dtypes <= MEASURED:

@@ -97,7 +97,7 @@ class EarlyStep(Step):
         stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(
-                f"The exception came while the optimizer was stepping in backward: {stepped} "
+                f"superpipeline: the exception came while the optimizer was updating weights in backward: {stepped} "
                 f"weights have taken this step, {trained - stepped} have not. Continue from a "
                 "checkpoint, or train with `overlap_optimizer=False`.",
                 stacklevel=2,
@@ -109,7 +109,7 @@ class EarlyStep(Step):
         if optimizer is not self.optimizer:
             stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
             if not plan.gradients.keys().isdisjoint(stepped):
-                why = f"{type(optimizer).__name__} is to step some of their weights before `step()`"
+                why = f"{type(optimizer).__name__} is about to update some of their weights before `step()`"
         elif why_not is not None:
             why = why_not
         elif self.settings != settings_of(optimizer, self.fused):
@@ -120,5 +120,5 @@ class EarlyStep(Step):
         if why is not None:
             name = type(self.optimizer).__name__
             raise RuntimeError(
-                f"{name} has stepped units in backward, and now {why}. Train with `overlap_optimizer=False`."
+                f"{name} has updated units in backward, but now {why}. Train with `overlap_optimizer=False`."
             )

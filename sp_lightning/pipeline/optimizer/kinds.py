@@ -116,8 +116,8 @@ def refuse_copies(optimizer: Optimizer) -> None:
         name = getattr(parameter, "twin_of", None)
         if name is not None:  # it has no gradient, so an optimizer would silently skip it
             raise RuntimeError(
-                f"{type(optimizer).__name__} is to step a copy of weight {name!r} that is on "
-                "the device only while it is used there; the weight itself would never "
+                f"{type(optimizer).__name__} steps a copy of weight {name!r} that is on "
+                "the GPU only while it is used there; the weight itself would never "
                 "change. The copy was taken from its module in the middle of a forward, as "
                 "Pyro's parameter store does. Give the optimizer what `module.parameters()` "
                 "yields outside of the forward; where that is not possible, train without "

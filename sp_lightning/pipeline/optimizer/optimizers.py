@@ -111,13 +111,13 @@ class Optimizers:
             for unit in plan.units:
                 if unit.users:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} is to step weights of {unit.name!r} inside of "
-                        "a forward that computes with them, and would go on with the old values. "
-                        "Step it after that forward, in `training_step` for example."
+                        f"{type(optimizer).__name__} steps weights of {unit.name!r} inside of a forward that "
+                        "computes with them, and that would continue with the old values. "
+                        "Step after that forward, for example in `training_step`."
                     )
             for gradient in plan.gradients:
                 if not gradient.of_segment.is_consumed:
-                    gradient.weight.refuse_used(f"{type(optimizer).__name__} is to step it")
+                    gradient.weight.refuse_used(f"{type(optimizer).__name__} steps it")
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
                 raise ValueError(

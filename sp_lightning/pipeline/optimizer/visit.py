@@ -259,8 +259,8 @@ class Visits:
         """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
         if self.why_not and not self.stats.visits:
             warnings.warn(
-                "Units were to visit the device, to be stepped there, and the host has stepped "
-                f"them, which takes longer: {self.why_not}.",
+                "The plan expected GPU updates of streamed units, but the CPU updates them, which is "
+                f"slower: {self.why_not}.",
                 stacklevel=2,
             )
         self.why_not = ""

@@ -33,7 +33,7 @@ class Box:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         if sys.platform != "linux":
-            raise OSError("Several processes share the model's memory in a way that only Linux has. Use one device.")
+            raise OSError("Several devices need Linux, where processes can share the model's memory. Use one device.")
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.is_keeper = self.rank == 0
@@ -64,14 +64,14 @@ class Box:
                 failed = str(error)
         everyones = self.gather((list(names), nbytes, place, failed))
         if not all(isinstance(each, tuple) for each in everyones):
-            raise RuntimeError("Another process of this machine could not arrange its weights; see its error.")
+            raise RuntimeError("Another process of this machine could not place its weights; see its error.")
         wanted, size_there, place, failed = everyones[0]
         if failed:
             raise OSError(failed)
         for index, (others, others_size, _, _) in enumerate(everyones):
             if (others, others_size) != (wanted, size_there):
                 raise RuntimeError(
-                    f"Processes 0 and {index} of this machine arrange their weights differently: "
+                    f"Processes 0 and {index} of this machine place their weights differently: "
                     f"{wanted[:1]} and {others[:1]} come next. Freeze, add or convert the same "
                     "weights in all processes."
                 )

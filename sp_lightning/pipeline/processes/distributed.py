@@ -32,7 +32,7 @@ class Processes:
         timeout: How long one waits for the others.
 
     Attributes:
-        box: Those of this machine, which have one copy of the model's host memory.
+        box: Those of this machine, which share one copy of the model in CPU memory.
     """
 
     def __init__(self, on_this_machine: int, timeout: timedelta = default_pg_timeout) -> None:
@@ -55,7 +55,7 @@ class Processes:
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
-        """Broadcast the first process's weights and buffers to all others, while they are still on the host.
+        """Broadcast the first process's weights and buffers to all others, while they are still on the CPU.
 
         On each machine, the weights of the first process are those of all: the others drop theirs.
 
@@ -82,7 +82,7 @@ class Processes:
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give all processes the first one's values, on the host or on the device."""
+        """Give all processes the first one's values, on the CPU or on the GPU."""
         for tensor in tensors:
             _broadcast(tensor, self._everyone)
 
@@ -102,7 +102,7 @@ class Processes:
 
     @torch.no_grad()
     def share(self, state: Any) -> Any:
-        """Return the first process's state of a weight, which lies on the host, in all processes."""
+        """Return the first process's state of a weight, which is in CPU memory, in all processes."""
         holder = [tree_map_only(Tensor, partial(torch.empty_like, device="meta"), state)]
         dist.broadcast_object_list(holder, 0, group=self._everyone)
         if dist.get_rank() != 0:
@@ -122,16 +122,16 @@ class Processes:
         name = type(optimizer).__name__
         if not self.trains:
             raise RuntimeError(
-                f"{name} is to step weights in an evaluation step, which is each process's own, "
-                "but the processes of this machine share them. Do so with `Trainer(devices=1)`."
+                f"{name} updates weights in an evaluation step. Each process does so separately, but the "
+                "processes of this machine share the weights. Use `Trainer(devices=1)`."
             )
         # not with this module, as it imports FSDP, which takes a second
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         if isinstance(optimizer, torch.optim.LBFGS | ZeroRedundancyOptimizer):
             raise ValueError(
-                f"{name} keeps or sends weights in a way of its own, and the processes of this "
-                "machine share theirs, as one of them steps for all. Use another optimizer, or "
+                f"{name} keeps or sends weights in each process, but the processes of this machine "
+                "share their weights, and one of them updates these for all. Use another optimizer, or "
                 "`Trainer(devices=1)`."
             )
         self.gather_in_step(None)
@@ -146,8 +146,8 @@ class Processes:
         if len(set(steps)) > 1:
             raise RuntimeError(
                 f"The processes have taken different numbers of optimizer steps ({list(steps)}). "
-                "Each has to run backward and step equally often: `training_step` may not return "
-                "None in some of them only."
+                "Each process must run backward and step equally often: `training_step` must not return "
+                "None in only some of them."
             )
         return list(everyones)
 

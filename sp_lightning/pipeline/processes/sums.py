@@ -104,6 +104,6 @@ class SharedSums:
         box = self.memory.box
         if self.memory.counters[box.rank] < number:
             box.failure = RuntimeError(
-                "The gradients of a unit could not be added up in this process. Whoever waits for "
-                "them here is told why: see that error."
+                "The gradients of a unit could not be added up in this process. Another error of this "
+                "process explains why."
             )

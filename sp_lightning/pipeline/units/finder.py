@@ -228,8 +228,8 @@ def _join_by_number(parts: Sequence[list[nn.Module]], k_prime: int) -> list[list
     """Join `k_prime` neighbors each."""
     if k_prime > len(parts) > 0:
         warnings.warn(
-            f"`k_prime={k_prime}` is above the number of units, {len(parts)}: all move together, and "
-            "none while another computes.",
+            f"`k_prime={k_prime}` is above the number of units, {len(parts)}: all units move together, "
+            "and no copy overlaps with computing.",
             stacklevel=2,
         )
     return [[*chain(*parts[first : first + k_prime])] for first in range(0, len(parts), k_prime)]

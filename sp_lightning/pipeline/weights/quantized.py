@@ -118,8 +118,7 @@ class QuantizedWeight(Weight):
         if not self.lies_in(self.home):
             raise RuntimeError(
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "
-                "graph waits for its backward or an optimizer has not stepped yet. Do so between "
-                "steps."
+                "graph waits for its backward or before an optimizer's step. Do so between steps."
             )
         return self.version
 

@@ -30,16 +30,16 @@ USES_TO_WATCH = 2
 def used_in_backward(name: str) -> RuntimeError:
     """Make the error for a use of the gradient of a weight that was stepped with it in backward."""
     return RuntimeError(
-        f"The gradient of weight {name!r} was used in backward already: its unit was stepped there, because nobody "
-        "was expected to read or change gradients before `step()`. Train with `overlap_optimizer=False`."
+        f"The gradient of weight {name!r} was already used in backward, where the optimizer has updated its unit. "
+        "To read or change gradients before `step()`, train with `overlap_optimizer=False`."
     )
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
     """Make the error for a backward that needs a weight, or a unit, which is elsewhere by now."""
     return RuntimeError(
-        f"backward needs {what} of a graph that was built before superpipeline arranged its memory "
-        "anew (after a first step, or in `detach()`). Call backward in the step of its forward."
+        f"Backward needs {what} of a graph that was built before superpipeline moved its memory "
+        "(after a first step, or in `detach()`). Call backward in the step of its forward."
     )
 
 
@@ -213,9 +213,9 @@ class Weight:
         """Raise if a gradient is to be used again that an optimizer's step has used, and that is gone."""
         if self.leftover is Leftover.USED:
             raise RuntimeError(
-                f"The gradient of weight {self.name!r} was used in an optimizer's step, and nobody has zeroed it "
-                f"since. Now {use}. Plain training would use that gradient again, and superpipeline has let go of it: "
-                "call `zero_grad()` between the step and the next backward."
+                f"The gradient of weight {self.name!r} was used in an optimizer's step, and was not zeroed since. Now "
+                f"{use}. Plain training would use that gradient again, but superpipeline has dropped it. Call "
+                "`zero_grad()` between the step and the next backward."
             )
 
     def leave_device(self, unit: Unit) -> None:
@@ -243,7 +243,7 @@ class Weight:
                 raise RuntimeError(
                     f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and "
                     f"is {self.master.dtype} of shape {list(self.master.shape)} now, while a graph "
-                    "waits for its backward or an optimizer has not stepped yet. Convert the module "
+                    "waits for its backward or before an optimizer's step. Convert the module "
                     "between steps."
                 )
             self._address = address

@@ -228,7 +228,7 @@ class Arrangement:
         # in the order of names, as processes that share the memory may expect units in other orders
         by_name = sorted(self.all_units, key=attrgetter("name"))
         nbytes = sum(weight.nbytes for weight in self.weights)
-        work = self._memory.progress.begin("Arranging weights in host memory", nbytes)
+        work = self._memory.progress.begin("Moving weights to their CPU memory", nbytes)
         for unit in by_name:
             for weight in unit.weights_on_device:
                 weight.leave_host()
@@ -240,9 +240,9 @@ class Arrangement:
         self.is_pinned = all(segment.source.pinned for segment in self.segments if segment.nbytes)
         if self._backend.pins and not self.is_pinned:
             warnings.warn(
-                "Some host memory could not be page-locked: WSL, and some containers, allow little "
-                "of it. Copies of the rest are slow, and do not run while the device computes. Linux "
-                "by itself has no such limit; `pin_memory=False` page-locks nothing, without this warning.",
+                "superpipeline: some CPU memory could not be pinned. WSL and some containers allow only a "
+                "little. Copies of the rest are slow, and do not run while the GPU computes. Native Linux "
+                "has no such limit; `pin_memory=False` pins nothing, without this warning.",
                 stacklevel=2,
             )
         self._place()

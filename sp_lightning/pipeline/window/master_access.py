@@ -96,7 +96,7 @@ class MasterAccess:
             if not is_readable:
                 raise RuntimeError(
                     f"Weight {weight.name!r} was changed in backward after the optimizer had "
-                    "stepped it there, which this change should have preceded. Train with "
+                    "updated it there. In plain training, the change would come first. Train with "
                     "`overlap_optimizer=False`."
                 )
             self._write_to_master(weight)

@@ -142,8 +142,8 @@ def choose_device_layout(
     least = DeviceLayout(division, WindowPlan(1), staging_buffers).streaming_bytes
     raise ValueError(
         f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k * options.k_prime}`: "
-        "weights, and gradients on their way to the host, take "
-        f"{readable_bytes(smallest.streaming_bytes)}. It takes at least {least} bytes "
+        "weights, and gradients on their way to CPU memory, need "
+        f"{readable_bytes(smallest.streaming_bytes)}. Set at least {least} bytes "
         f"({readable_bytes(least)}), with k={options.k_prime}. A whole number counts bytes; text has a unit, as '20GB'."
     )
 
@@ -178,7 +178,7 @@ def room_for_gradients(units: Sequence[Unit], present: int, some_may_wait: bool)
     needed = max(0, coming + copies - present) + moving + masters
     if needed > max(0, free):
         raise ValueError(
-            f"Host memory is too small: {readable_bytes(needed)} are needed on top of the model "
+            f"CPU memory is too small: {readable_bytes(needed)} are needed on top of the model "
             f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer "
             f"state is not counted), and {readable_bytes(free)} are free. Use a machine with more "
             "memory, or freeze weights."

@@ -80,7 +80,7 @@ def test_what_is_sent_is_page_locked_and_released(fails: bool) -> None:
     backend.pin = lambda memory: not (fails and backend.pinned) and pin(memory)  # type: ignore[method-assign]
     options = PipelineOptions(k=2, units=nn.Linear)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    with pytest.warns(UserWarning, match=r"could not be page-locked.*WSL.*pin_memory") if fails else nullcontext():
+    with pytest.warns(UserWarning, match=r"could not be pinned.*WSL.*pin_memory") if fails else nullcontext():
         pipe = Pipeline(model, "cpu", options=options, backend=backend)
     assert pipe.summary().pinned is not fails
     assert backend.pinned
@@ -90,7 +90,7 @@ def test_what_is_sent_is_page_locked_and_released(fails: bool) -> None:
 
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_rates_are_of_memory_as_it_is_sent(is_pinned: bool) -> None:
-    """Where a model could not be page-locked, a small buffer may still be, and would promise fast copies."""
+    """Where a model could not be pinned, a small buffer may still be, and would promise fast copies."""
     backend = RecordingBackend(pins=True)
     asked = []
     backend.pin = lambda memory: asked.append(memory) is None  # type: ignore[method-assign]

@@ -268,7 +268,7 @@ def test_reading_gradients_before_the_step_is_an_error(look: Callable[..., Any],
         stepped_early(pipeline, model, optimizer)
         if when == "when all is done":
             pipeline._engine.settle()
-        with pytest.raises(RuntimeError, match=r"gradient of weight '\d.\w+' was used in backward already"):
+        with pytest.raises(RuntimeError, match=r"gradient of weight '\d.\w+' was already used in backward"):
             look(model, optimizer)
         optimizer.step()
         assert model[3].weight.grad is None
@@ -296,7 +296,7 @@ def test_reading_weights_that_backward_has_stepped_is_an_error(read: Callable[[n
         first = model[0](X)
         first.register_hook(lambda gradient: read(model))
         loss = model[1:](first).square().mean()
-        wrong = r"Weight '3.weight' is used in backward after the optimizer has stepped it.*overlap_optimizer=False"
+        wrong = r"Weight '3.weight' is used in backward after the optimizer has updated it.*overlap_optimizer=False"
         with pytest.raises(RuntimeError, match=wrong), pipeline.optimizers.stepping_in_backward(optimizer):
             loss.backward()
 
@@ -342,7 +342,7 @@ def test_settings_that_change_before_the_step(change: Callable[[Optimizer], Any]
         optimizer.param_groups[0]["betas"] = [0.9, 0.99]
         stepped_early(pipeline, model, optimizer)
         change(optimizer)
-        with pytest.raises(RuntimeError, match="stepped units in backward, and now its param groups were changed"):
+        with pytest.raises(RuntimeError, match="updated units in backward, but now its param groups were changed"):
             optimizer.step()
 
 
@@ -350,7 +350,7 @@ def test_another_optimizer_of_the_same_weights() -> None:
     with attached(model := chain()) as pipeline:
         optimizer, other = adam(model), momentum(model)
         stepped_early(pipeline, model, optimizer)
-        with pytest.raises(RuntimeError, match="Adam has stepped units in backward, and now SGD is to step some"):
+        with pytest.raises(RuntimeError, match="Adam has updated units .* now SGD is about to update some"):
             other.step()
         optimizer.step()
 

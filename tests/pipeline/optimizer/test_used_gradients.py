@@ -171,7 +171,7 @@ def test_clipping_what_was_used_in_backward_is_an_error() -> None:
     with attached(model := chain()) as pipeline:
         optimizer = Adam(model.parameters(), lr=0.1)
         stepped_early(pipeline, model, optimizer)
-        with pytest.raises(RuntimeError, match="'0.weight' was used in backward already.*`overlap_optimizer=False`"):
+        with pytest.raises(RuntimeError, match="'0.weight' was already used in backward.*`overlap_optimizer=False`"):
             clip(model, pipeline, optimizer)
         optimizer.step()
 

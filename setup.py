@@ -1,0 +1,54 @@
+"""What pyproject.toml cannot say: the repository's address in the metadata and in the README's links.
+
+PyPI shows the README far from the files that it links to, so relative links become absolute ones there. All of it comes
+from one line, `repository` in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+LINK = re.compile(r"(\]\()((?!https?:|#)[^)\s]+)(\))")
+BADGES = re.compile(r"\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\) ?")
+
+
+def readme(address: str) -> str:
+    """Return the README with links that lead somewhere from anywhere, as far as the address is known."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not address:
+        return BADGES.sub("", text)
+
+    def absolute(link: re.Match[str]) -> str:
+        opening, target, closing = link.groups()
+        if target.startswith("../../"):  # beside the files, as GitHub's badges are
+            return f"{opening}{address}/{target.removeprefix('../../')}{closing}"
+        kind = "raw" if target.endswith(".svg") else "blob"
+        return f"{opening}{address}/{kind}/HEAD/{target}{closing}"
+
+    return LINK.sub(absolute, text)
+
+
+def urls(address: str) -> dict[str, str]:
+    """Return the links in the sidebar of PyPI's page."""
+    if not address:
+        return {}
+    files = f"{address}/blob/HEAD"
+    return {
+        "Repository": address,
+        "Documentation": f"{files}/README.md#more",
+        "Changelog": f"{files}/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+
+
+if __name__ == "__main__":
+    (repository,) = re.findall(r'(?m)^repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    setup(
+        long_description=readme(repository),
+        long_description_content_type="text/markdown",
+        project_urls=urls(repository),
+    )
