@@ -228,10 +228,12 @@ class Engine:
                 self.learned.note_trained(self.arrangement.every_weight)
         if self.learned.has_news and self.processes:
             return  # processes that share weights place them when they meet
-        self._conclude()
+        may_place = not self._gradients_wait()
+        if may_place:
+            self._conclude()
         self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())
         # of several processes all follow the first one's, when they meet
-        if not self._sums_gradients:
+        if may_place and not self._sums_gradients:
             self._follow(self._own_plan)
 
     def meet(self) -> None:
@@ -321,10 +323,16 @@ class Engine:
         arrangement, graphs = self.arrangement, self.graphs
         if graphs.waiting() or graphs.current.is_built or self.backward.running or arrangement.is_lent_out():
             return False
+        if self._gradients_wait():
+            return False
         # of several processes, each may train other modules: they place weights when they meet
         if self.processes is not None and torch.is_grad_enabled():
             return False
         return not any(member.running_calls for member in arrangement.members)
+
+    def _gradients_wait(self) -> bool:
+        """Tell whether gradients wait on the device: places are not changed then, which would bring them to the host."""
+        return bool(self.waiting.waited) and self.stream.bytes_on_device() > 0
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""

@@ -18,7 +18,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from ...helpers import assert_same_trace, is_block
 from ...lightning_modules import fit_placed
 from ...planning.parts import BLOCKS, Fixed, train_placed
-from ...zoo.blocks import WIDTH, chain
+from ...zoo.blocks import WIDTH, Chain, Gated, chain
 
 OPTIMIZERS = {
     "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
@@ -152,3 +152,30 @@ def test_gradients_that_somebody_looks_at(visits: bool) -> None:
     torch.testing.assert_close(seen[len(seen) // 2 :], seen[: len(seen) // 2], rtol=0, atol=0)
     assert stats.late_gradients > 0
     assert bool(stats.visits) is visits
+
+
+class Reversed(Chain):
+    """Blocks that are called the other way round, which the first call shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+@pytest.mark.usefixtures("little_host_memory")
+def test_weights_stay_where_they_are_while_gradients_wait() -> None:
+    """What was learned, or planned, changes places when the optimizer has used them: the host has no room for them."""
+    model = Reversed(Gated(16, 48) for _ in range(BLOCKS))
+    pipeline = superpipeline(model, "cpu", units=is_block, memory_budget=250_000, activations="recompute")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    placed = []
+    for step in range(2):
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+            placed.append(pipeline.stats.arrangements)
+        optimizer.step()
+        assert pipeline.stats.late_gradients > step, "also those of the first step"
+        optimizer.zero_grad()
+    assert placed == [1, 1, 2, 2]
+    pipeline.detach()
