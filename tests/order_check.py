@@ -204,7 +204,7 @@ class OrderCheck:
 
     def _job(self, _: Backend, job: Job) -> Hook:
         owner, args = getattr(job.cleanup, "__self__", None), getattr(job.cleanup, "args", ())
-        for buffer in [owner, *chain(*args)]:
+        for buffer in [owner, *chain.from_iterable(each for each in args if isinstance(each, list))]:
             if isinstance(buffer, LandingBuffer):
                 self._landing[id(buffer)] = job
         known = reduce(or_, map(self.done_with, job.after), 0)

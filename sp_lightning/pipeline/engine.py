@@ -331,7 +331,7 @@ class Engine:
         return not any(member.running_calls for member in arrangement.members)
 
     def _gradients_wait(self) -> bool:
-        """Tell whether gradients wait on the device: places are not changed then, which would bring them to the host."""
+        """Tell whether gradients wait on the device: other places for weights would bring them to the host."""
         return bool(self.waiting.waited) and self.stream.bytes_on_device() > 0
 
     def _named_parameters(self) -> dict[str, int]:

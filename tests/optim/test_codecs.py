@@ -58,7 +58,7 @@ def packed(value: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     back = torch.zeros(value.shape)
     for begin, end in whole_and_rest(value.numel()):
         part, groups = slice(begin, end), groups_in(begin, end)
-        pack(moment[part], scales[groups], value[part].clone(), 0, begin)
+        pack(moment[part], scales[groups], value[part].clone(), 0, [(begin, value[part].numel())])
         back[part] = unpack(moment[part], scales[groups])
     return moment, scales, back
 
@@ -103,5 +103,5 @@ def test_nothing_is_never_the_largest_code(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
     codes, scales, values = torch.zeros(GROUP, dtype=torch.uint8), torch.zeros(1), torch.zeros(GROUP)
     values[-1] = 1.0
-    pack(codes, scales, values, 0, 0)
+    pack(codes, scales, values, 0, [(0, values.numel())])
     assert codes[0] == 0
