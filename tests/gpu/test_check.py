@@ -16,7 +16,7 @@ def test_it_passes(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> No
     assert check(cuda)
     lines = capsys.readouterr().out.splitlines()
     assert all("same bits" in line or "AdamW's rounding" in line for line in lines if line.startswith("  "))
-    assert sum("56 visits" in line for line in lines) == 2
+    assert sum("56 GPU updates" in line for line in lines) == 2
 
 
 def test_a_program_passes(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
