@@ -69,7 +69,9 @@ def _goes_on(last: Pass, step: Pass) -> bool:
 def _is_neighbor(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.dtype == other.dtype and one.data_ptr() + one.nbytes == other.data_ptr()
+    # an allocator may put separate tensors one behind the other
+    is_one_piece = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return is_one_piece and one.dtype == other.dtype and one.data_ptr() + one.nbytes == other.data_ptr()
 
 
 def _joined(row: Sequence[Pass]) -> Pass:

@@ -13,7 +13,7 @@ from sp_lightning import optim
 from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.on_device import step_on_device
-from sp_lightning.optim.rules import Memory
+from sp_lightning.optim.rules import Memory, Pass, Update
 
 from .parts import CASES, compare
 
@@ -91,3 +91,21 @@ def test_neighbors_are_stepped_together(moments: str, dtype: torch.dtype) -> Non
     assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
     print(f"{many} kernels, together {few}")
     assert few <= many / 12 + 12
+
+
+def test_separate_tensors_are_not_joined() -> None:
+    """Even if the allocator has put them one behind the other."""
+    memory, nbytes = bytearray(8 * 4 * BLOCK), 4 * BLOCK
+
+    def lying(number: int) -> Memory:
+        weight, gradient, first, second = (
+            torch.frombuffer(memory, dtype=torch.float32, count=BLOCK, offset=(2 * place + number) * nbytes)
+            for place in range(4)
+        )
+        return Memory(weight, None, gradient, first, second, None)
+
+    group = optim.AdamW([nn.Parameter(torch.ones(1))]).param_groups[0]
+    steps = [Pass(Update(True), group, 1.0, lying(number)) for number in range(2)]
+    first, second = (step.memory.weight for step in steps)
+    assert first.data_ptr() + first.nbytes == second.data_ptr()
+    assert len(on_device.together(steps)) == 2
