@@ -48,6 +48,8 @@ def test_zoo_is_exact_on_the_device_under_autocast(name: str, dtype: torch.dtype
 def test_random_graphs_are_exact_on_the_device(example: Example, device: torch.device) -> None:
     """No graph, order, size of the window or policy for activations has a copy come too early or too late."""
     assume("lstm" not in str(example.trees) or not IN_USE)
+    # the reference sends weights before each call, and would lose what the last one has written to them
+    assume("average" not in str(example.trees))
     note(str(example))
     options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
     compare(example.case(), device, options)
