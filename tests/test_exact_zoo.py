@@ -46,7 +46,7 @@ def test_zoo_is_exact(name: str, k: int, k_prime: int, sanity: bool) -> None:
 
 
 def one_in(count: int, names: list[str]) -> list[object]:
-    """Mark as slow what a plain run leaves out: it has one of so many names."""
+    """Mark as slow what a plain run leaves out: it has one of these names."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (i % count > 0)) for i, name in enumerate(names)]
 
 

@@ -342,7 +342,7 @@ def test_every_recipe_takes_what_is_to_be_typed(monkeypatch, tmp_path):
 
 
 def test_a_recipe_is_named_only_where_it_does_what_was_planned():
-    """Images have so many tokens as their sides allow, rows are whole, and recipes never make all logits."""
+    """Images have the tokens that their sides allow, rows are whole, and recipes never make all logits."""
     assert batch_of("FLUX.1-dev") == {"tokens": 1536, "length": 1536}
     assert " --side 1024 " in recipe("FLUX.1-dev", Assumptions(tokens=2 * 4608, length=4608))
     assert "--batch-size 2" in recipe("FLUX.1-dev", Assumptions(tokens=2 * 4608, length=4608))

@@ -20,7 +20,7 @@ TINY = Shape(width=16, layers=3, heads=2, vocabulary=32, rows=2, length=8)
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is told about a tiny decoder, on a machine whose rates are known."""
+    """What is measured of a tiny decoder, on a machine whose rates are known."""
     monkeypatch.setattr(speed_module, "ON_CPU", TINY)
     monkeypatch.setattr(speed_module, "measure", lambda: {"host_bandwidth": 10.0})
     told: list[str] = []

@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 from html import unescape
+from pathlib import Path
 
 import pytest
 
+from sp_lightning import timeline
 from sp_lightning.pipeline import Kind, Lane, Recording, Span
 from sp_lightning.timeline import break_down, write_timeline
 
@@ -176,3 +178,11 @@ def drawn(recording: Recording) -> list[Span]:
     """What a picture shows, in its order: what is inside of the steps, and stalls on top."""
     inside = [span for span in recording.spans if span.begin < recording.steps[-1][1]]
     return sorted(inside, key=lambda span: (span.kind is Kind.STALL, span.begin, -span.end))
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.label)
+def test_the_page_knows_all_kinds(kind: Kind) -> None:
+    """Else a span has no color, and is called undefined."""
+    page = (Path(timeline.__file__).parent / "page.html").read_text(encoding="utf-8")
+    assert f'"{kind.label}": ' in page
+    assert f"--{kind.label.replace(' ', '-')}: " in page

@@ -97,7 +97,7 @@ def recipe(name: str, given: Assumptions) -> str:
     if "text_tokens" in entry:
         side = _PIXELS * math.isqrt(max(0, length - entry["text_tokens"]))
         if (side // _PIXELS) ** 2 + entry["text_tokens"] != length:
-            return ""  # no image has so many
+            return ""  # no image has that many
         size = f"--side {side}"
     elif given.loss == "whole":
         return ""

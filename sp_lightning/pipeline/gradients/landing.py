@@ -27,7 +27,7 @@ FEW = 3  # where gradients wait: one is read by the optimizer, one has landed, a
 
 
 def landing_buffers(units: int) -> int:
-    """Return how many landing buffers there are, for so many units."""
+    """Return the number of landing buffers for a number of units."""
     return max(2, -(-units // _UNITS_PER_BUFFER))
 
 
@@ -97,9 +97,8 @@ class LandingBuffers:
 
     def bring(self, name: str, gradients: Mapping[Gradient, Tensor]) -> Return:
         """Have gradients of a unit that have waited on the device land; neither the host nor computing waits."""
-        layout = GradientLayout(
-            [gradient.weight for gradient in gradients], [each.dtype for each in gradients.values()]
-        )
+        weights = [gradient.weight for gradient in gradients]
+        layout = GradientLayout(weights, [tensor.dtype for tensor in gradients.values()])
         return Return(name, gradients, layout, self.reserve(layout.nbytes), self._backend)
 
     def abandon(self) -> None:

@@ -182,10 +182,10 @@ class Routes:
     def _measure_on_device(self, of_segment: SegmentGradients) -> None:
         """Have the norms of what stays on the device land."""
         layout = of_segment.layout
-        held = [gradient for gradient in of_segment.trained if gradient.tensor is not None]
-        tensors = [gradient.tensor for gradient in held if gradient.tensor is not None]
         if layout.norm_dtype is None:
             return
+        held = [gradient for gradient in of_segment.trained if gradient.tensor is not None]
+        tensors = [gradient.tensor for gradient in held if gradient.tensor is not None]
         staging = self.staging.take(layout.nbytes)
         measured = staging.views(layout)[1][: len(held)]
         torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)

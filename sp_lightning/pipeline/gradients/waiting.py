@@ -50,7 +50,7 @@ class WaitingRoom:
         return math.isfinite(self.host_bytes)
 
     def limit(self, host_bytes: float) -> None:
-        """Have gradients take at most so many bytes of host memory before there is a plan."""
+        """Limit the host memory that gradients take before there is a plan."""
         self.host_bytes = min(self.host_bytes, host_bytes)
 
     def follow(self, planned: Collection[str] | None) -> None:
@@ -62,7 +62,7 @@ class WaitingRoom:
     def admits(self, of_segment: SegmentGradients, passing: int, more_comes: bool, device: DeviceRoom) -> bool:
         """Tell whether gradients wait that come first, and that others are added to if `more_comes`.
 
-        Others lie in host memory, and may have to pass through so many bytes of it.
+        Gradients that go to the host pass through buffers, which take `passing` bytes of its memory.
 
         Raises:
             RuntimeError: Neither the host nor the device has room for them.
