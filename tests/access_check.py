@@ -36,7 +36,7 @@ def steps_checked() -> Iterator[None]:
 
     @contextmanager
     def checked(self: Calls, *args: Any, **kwargs: Any) -> Iterator[None]:
-        engine = self._engine
+        engine = self._story._engine
         with UNCHECKED(self, *args, **kwargs):
             # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
             is_checked = engine.options.debug and engine.graphs.scopes == 1 and torch.is_grad_enabled()

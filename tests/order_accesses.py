@@ -15,6 +15,7 @@ from sp_lightning.pipeline.lanes.lanes import do_nothing
 from sp_lightning.pipeline.optimizer import clipping, unit_steps, visit
 from sp_lightning.pipeline.processes.sums import SharedSums
 from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.segment import note_stepped
 
 Accesses = tuple[list[Any], list[Any]]
 """Tensors that are read, and tensors that are written; None is among them where there is none."""
@@ -75,7 +76,7 @@ def _of_shares(sums: SharedSums, number: int, measured: Any) -> Accesses:
 
 _ACCESSES: dict[Any, Callable[..., Accesses]] = {
     do_nothing: _nothing,
-    visit.note_stepped: _nothing,
+    note_stepped: _nothing,
     visit.Visit._ask: _nothing,
     visit.Visit._copy: _of_copies,
     visit.Visit._step: _of_piece,

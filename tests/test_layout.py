@@ -30,7 +30,7 @@ ROOMS = ["optim", "pipeline", "planning", "timeline", "trainer", "entrance"]
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
 ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "averages",
-    "stream", "optimizer", "calls", "whole",
+    "stream", "optimizer", "calls", "whole", "story",
 ]  # fmt: skip
 BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "tensors_in"}
 
@@ -47,10 +47,6 @@ def name_of(path: Path) -> str:
 
 # Imports in the engine that lead back, for types alone: where two objects really know each other.
 BACK_FOR_TYPES = {
-    "calls.backward": {"engine.Engine"},
-    "calls.calls": {"engine.Engine"},
-    "calls.gates": {"calls.calls.Calls"},
-    "calls.guard": {"engine.Engine"},
     "weights.weight": {"units.unit.Unit"},
 }
 
@@ -105,6 +101,8 @@ def engine_room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
+    if module.endswith(("pipeline.pipeline", "calls.story", "calls.calls")):  # above all that they tell
+        return "story"
     own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients
     room = own.get(parts[-1]) or ("whole" if len(parts) < 3 else parts[2])
     return room if room in ENGINE else "whole"
@@ -124,7 +122,7 @@ def test_imports_point_one_way_within_the_engine():
 AT_MOST = {
     "code lines of more than 100 columns, per mille": 36,
     "files": 125,
-    "imports that lead back": 5,
+    "imports that lead back": 1,
     "tokens": 134_400,
     "tokens of the engine": 81_500,
 }

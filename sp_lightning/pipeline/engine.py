@@ -8,6 +8,7 @@ planned, or autocast is. Units, and all that knows them, stay the same; only for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,9 +17,8 @@ from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.calls.backward import BackwardPass
-from sp_lightning.pipeline.calls.calls import Calls
-from sp_lightning.pipeline.calls.gates import compiled_call, install_gate, remove_gate
+from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
+from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.graphs import Graphs
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients.routes import Routes
@@ -56,6 +56,20 @@ class Planner:
 
     def abandon(self) -> None:
         """Discard the measurement under way: a step did not finish, or the pipeline ends."""
+
+
+class StepStory(BackwardEvents, Protocol):
+    """Who tells the parts of the engine what happens in a step (calls/story.py)."""
+
+    def work_with(
+        self,
+        arrangement: Arrangement,
+        window: Window,
+        stream: GradientStream,
+        backward: BackwardPass,
+        guard: Guard,
+    ) -> None:
+        """Work from now on with the parts that belong to this arrangement of the module."""
 
 
 class Engine:
@@ -96,15 +110,19 @@ class Engine:
         self.waiting = WaitingRoom(self.memory)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
-        self.calls = Calls(self)  # that members' calls are routed to
         self._is_arranged = False
         self.plan: WindowPlan | None = None  # the planner's choice that weights are placed by
         self._own_plan: WindowPlan | None = None  # the plan that the planner wants
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
-    def arrange(self) -> None:
-        """Divide the module into units, and take it over."""
+    def take_over(self, story: StepStory, caller: Caller) -> None:
+        """Take the module over: `story` tells the parts what happens in steps, and `caller` runs its modules' calls."""
+        self._story, self._caller = story, caller
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Divide the module into units, and have the engine's parts stream them."""
         arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend)
         self.arrangement = arrangement
         members = arrangement.streamed_members
@@ -114,8 +132,11 @@ class Engine:
         self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting, self.room)
         self.room.arrangement, self.room.stream = arrangement, self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
-        self.backward = BackwardPass(self, self.window, self.stream)
-        self.guard = Guard(self)
+        self.backward = BackwardPass(self._story, self.at_work, self.device, self.window, self.stream)
+        self.guard = Guard(
+            self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes
+        )
+        self._story.work_with(arrangement, self.window, self.stream, self.backward, self.guard)
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
@@ -128,7 +149,7 @@ class Engine:
             for member in members:
                 member.compiled = compiled_call(member.module, arguments)
         for member in arrangement.members:
-            install_gate(member, self.calls)
+            install_gate(member, self._caller)
 
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity and values, and are on the host."""
@@ -152,7 +173,7 @@ class Engine:
         self.memory.addresses = addresses  # what the user has put elsewhere stays there
         self.learned = Learned(self.learned.divided, self.learned.autocasts)
         self.plan = self.activations.auto = None
-        self.arrange()
+        self._arrange()
 
     # ------------------------------------------------------------------------------------------------------- placing it
 
@@ -193,6 +214,11 @@ class Engine:
             for weight, gradient in self.stream.of.items():
                 if weight.unit.name in coming:
                     gradient.show()
+
+    def settle(self) -> None:
+        """Wait until gradients have landed, and nothing reads or writes masters."""
+        with self.at_work:
+            self.steps.settle_all()
 
     def _leave_places(self) -> None:
         """Have nothing under way, and nobody guard weights, follow their gradients, or count on where they lie."""
@@ -338,50 +364,7 @@ class Engine:
         """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
         return {name: id(parameter) for name, parameter in self.module.named_parameters(remove_duplicate=False)}
 
-    # ------------------------------------------------------------------------------------------------------ in a step
-
-    def arm_guard(self) -> None:
-        """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
-        if not self.guard.in_step:
-            self.window.suspect_all()
-            self.guard.in_step = True
-
-    def relax_guard(self) -> None:
-        """Relax the guard, once neither a step nor a backward pass is under way."""
-        if not (self.graphs.scopes or self.backward.running):
-            self.guard.in_step = False
-            self.guard.end_step()
-
-    def settle(self) -> None:
-        """Wait until gradients have landed, and nothing reads or writes masters."""
-        with self.at_work:
-            self.steps.settle()
-            self.stream.settle()
-            self.window.settled = True
-
-    def end_backward(self, some_came: bool) -> None:
-        """Follow the end of a backward pass, which may have brought gradients."""
-        self.graphs.has_served = False
-        self.backend.trace.end()
-        self.activations.end_backward()
-        if not self.graphs.scopes:
-            self.window.write_back_all()
-            self.graphs.begin()  # the one that checkpoints have built has had its backward
-        some_came |= self.living.take_news()
-        # not after `torch.autograd.grad`, which may run in some processes only
-        unmanaged = self.arrangement.unmanaged.values()
-        if some_came or any(parameter.grad is not None for parameter in unmanaged):
-            self.end_pass()
-        self.relax_guard()
-
-    def abandon_pass(self) -> None:
-        """Have other processes not wait for this one's part of a pass that an exception has ended."""
-        if self.stream.averages is not None:
-            self.stream.averages.abandon_pass()
-
-    def end_pass(self) -> None:
-        """Add gradients up with those of other processes, if there are any, and this is no pass of this one's own."""
-        averages = self.stream.averages
-        if averages is not None:
-            with self.at_work:
-                averages.end_pass(self.arrangement.named_on_device)
+    def has_gradients_on_device(self) -> bool:
+        """Tell whether parameters that stay on the device have got gradients since this was asked last."""
+        some_came = self.living.take_news()
+        return some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values())

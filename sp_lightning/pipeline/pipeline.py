@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, open_steps, remove_gate
 from sp_lightning.pipeline.calls.guard import in_graphs
+from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
@@ -98,8 +100,9 @@ class Pipeline:
         planner = planner or Planner()
         progress = progress or Progress()
         engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
-        engine.calls.leaves_steps_open = leaves_steps_open
         self._parts = engine
+        self._story = Story(engine)
+        self._calls = Calls(self._story, self.device, leaves_steps_open)
         self.stats = engine.stats
         self.optimizers = engine.optimizers
         self.waiting = engine.waiting
@@ -116,7 +119,7 @@ class Pipeline:
             processes.broadcast_module(self.module)
         # what is on now is likely to be on in steps, too
         self._parts.learned.autocasts.default = autocast_dtype(self.device.type)
-        self._parts.arrange()
+        self._parts.take_over(self._story, self._calls)
         if processes is not None:  # these are not in the memory that is shared
             processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
@@ -135,8 +138,8 @@ class Pipeline:
         Args:
             goes_on: Whether it is for a backward pass of the last step, although that has had one.
         """
-        calls = self._engine.calls
-        with calls.alone(), calls.step(look_for_new_parameters=True, goes_on=goes_on):
+        self._check_attached()
+        with self._calls.alone(), self._calls.step(look_for_new_parameters=True, continues=goes_on):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -146,12 +149,12 @@ class Pipeline:
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
         """Open a scope around a backward pass that runs in all processes, even if it reaches no weight in this one."""
-        engine = self._engine
+        self._check_attached()
         before = None if self.processes is None else self.processes.passes
-        with engine.calls.alone():
+        with self._calls.alone():
             yield
         if self.processes is not None and self.processes.passes == before:
-            engine.end_pass()
+            self._story.add_up_with_others()
 
     def meet_processes(self) -> None:
         """Have all processes see what the owner of weights has written to them, and what any has learned.
@@ -167,14 +170,15 @@ class Pipeline:
 
     def reset(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
-        self._engine.calls.abandon()
+        self._check_attached()
+        self._story.abandon()
 
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
         if self not in _attached or self.is_forked:
             return
         engine = self._engine
-        if engine.calls in open_steps.models:
+        if self._calls in open_steps.models:
             with open_steps.ending():
                 pass
         failed = None
@@ -232,12 +236,15 @@ class Pipeline:
     @property
     def _engine(self) -> Engine:
         """The parts that stream the module, as long as they do."""
+        self._check_attached()
+        return self._parts
+
+    def _check_attached(self) -> None:
         if self not in _attached:
             raise RuntimeError(
                 "This pipeline was detached, and its module is a plain one again. To stream it, "
                 "attach another pipeline: `superpipeline(module)`."
             )
-        return self._parts
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
@@ -255,7 +262,7 @@ class Pipeline:
             yield
         finally:
             for member in members:
-                install_gate(member, self._parts.calls)
+                install_gate(member, self._calls)
 
     @property
     def budget(self) -> int | None:

@@ -319,11 +319,11 @@ def test_a_backward_that_begins_is_not_taken_for_one_that_failed(monkeypatch: py
     """The host's part of a backward and the device's run in threads of their own; each gives signs of it."""
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     pipeline = Pipeline(module, "cpu")
-    engine = pipeline._engine
-    backward, arm_guard = engine.backward, engine.arm_guard
+    story = pipeline._story
+    backward, begin_backward = story.backward, story.begin_backward
     abandon = mock.Mock()
     monkeypatch.setattr(backward, "abandon", abandon)
-    monkeypatch.setattr(engine, "arm_guard", lambda: (in_a_thread(backward.forget_failed), arm_guard()))
+    monkeypatch.setattr(story, "begin_backward", lambda: (in_a_thread(backward.forget_failed), begin_backward()))
     module(torch.ones(1, 4)).sum().backward()
     pipeline.detach()
     abandon.assert_not_called()

@@ -156,7 +156,7 @@ class Activations:
         self.second_forwards = SecondForwards(saved, backend, stats)
         self._is_auto = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
-        self._saved = saved
+        self.saved = saved
         self._offloader = offloader
         # of the outermost call under way; None between managed calls
         self._route: Policy | None = None
@@ -181,7 +181,7 @@ class Activations:
         self._left_last = None
         if self.auto is not None:
             self.auto.begin_step()
-        self._saved.meter.begin_step()
+        self.saved.meter.begin_step()
 
     # ------------------------------------------------------------------------------------- the outermost call of a unit
 
@@ -196,7 +196,7 @@ class Activations:
             and self._route is None
             and torch.is_grad_enabled()
             and not in_backward()
-            and self._saved.are_alone()
+            and self.saved.are_alone()
             # what `functional_call` lends is gone in backward
             and all(entry.is_in_place for entry in member.entries)
         )
@@ -211,11 +211,11 @@ class Activations:
         self._route = route
         if route == "recompute":
             self._let_pending_go()  # or what it holds would count for this call
-            self._saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
+            self.saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
-        call, self._saved.recording = self._saved.recording, None
+        call, self.saved.recording = self.saved.recording, None
         if not isinstance(call, UnitCall):
             return
         call.conclude(output, warns=self.auto is None)
@@ -228,7 +228,7 @@ class Activations:
 
     def end(self) -> None:
         """End the current call, also after an exception."""
-        self._route = self._saved.recording = None
+        self._route = self.saved.recording = None
         self._end_stretch()
 
     # ------------------------------------------------------------------------------- any call, and backward through one
@@ -251,6 +251,11 @@ class Activations:
             self._offloader.release_sent()
             self._let_pending_go()  # a call within this one
             self._pending = bundle
+
+    @property
+    def open_bundle(self) -> Bundle | None:
+        """What the call saves that was entered last and is not left yet; None if nobody has to know."""
+        return self._offloader.open[-1] if self._offloader.open else None
 
     def reach(self, bundle: Bundle | None) -> None:
         """Note that backward is about to run the nodes of a call."""
@@ -283,8 +288,12 @@ class Activations:
         if not self.are_kept:
             self._offloader.release_sent()
 
+    def abandon(self) -> None:
+        """Return to idle after an exception, when no copy is under way."""
+        self._offloader.abandon()
+
     def _end_stretch(self, is_turn: bool = False) -> None:
-        stretch = self._saved.meter.end_stretch()
+        stretch = self.saved.meter.end_stretch()
         if self.auto is not None:
             self.auto.end_stretch(stretch, is_turn)
         elif is_turn:

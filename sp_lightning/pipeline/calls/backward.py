@@ -11,16 +11,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.calls.graphs import GRADIENT, CallToCome, Graph
+from sp_lightning.pipeline.calls.graphs import GRADIENT, Graph
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.torch_private import (
     graph_task,
     in_backward,
@@ -28,25 +28,44 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Residency, Unit
-from sp_lightning.pipeline.weights.weight import Twin, Weight, outdated_graph_error
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.window.order import Pass
 from sp_lightning.pipeline.window.window import Window
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.engine import Engine
+
+class BackwardEvents(Protocol):
+    """Who is told when a backward pass begins and ends (story.py)."""
+
+    def begin_backward(self) -> None:
+        """Follow the first sign of a backward pass."""
+
+    def end_backward(self, some_came: bool) -> None:
+        """Follow the end of a backward pass, which may have brought gradients."""
+
+    def abandon_backward(self, is_running: bool) -> None:
+        """Follow an exception that has ended a backward pass, or what came after it."""
 
 
 class BackwardPass:
     """Follows backward passes, one after the other."""
 
-    def __init__(self, engine: Engine, window: Window, stream: GradientStream) -> None:
+    def __init__(
+        self,
+        events: BackwardEvents,
+        at_work: EngineAtWork,
+        device: torch.device,
+        window: Window,
+        stream: GradientStream,
+    ) -> None:
         self.running = False  # whether a pass is open
         self._task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._stream = stream
         # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
-        self._engine = engine
+        self._events = events
+        self._at_work = at_work
+        self._device = device
         self.in_use: list[Unit] = []  # that backward computes with now, and that calls around do
         self._reached: list[Unit] = []
         self._graphs: set[Graph] = set()
@@ -58,15 +77,15 @@ class BackwardPass:
             return
         self.forget_failed()
         if in_backward():
-            engine = self._engine
-            with engine.at_work:
+            at_work = self._at_work
+            with at_work:
                 # asked again: the host's part of a graph and the device's run in threads of their own
                 if not self.running:
-                    if engine.device.type == "cpu":  # else it is a thread of autograd's
-                        engine.at_work.refuse_others()
-                    engine.at_work.goes_on = get_ident()
+                    if self._device.type == "cpu":  # else it is a thread of autograd's
+                        at_work.refuse_others()
+                    at_work.goes_on = get_ident()
                     self._task = graph_task()
-                    engine.arm_guard()
+                    self._events.begin_backward()
                     callback = partial(self._end)
                     # autograd keeps it alive for as long as the pass lives
                     self._callback = weakref.ref(callback)
@@ -76,7 +95,7 @@ class BackwardPass:
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""
         if self.running and self._callback() is None:
-            with self._engine.at_work:
+            with self._at_work:
                 # asked again: meanwhile, another thread may have opened the next pass
                 if self._callback() is None:
                     self.abandon()
@@ -117,60 +136,25 @@ class BackwardPass:
 
     # -------------------------------------------------------------------------------------------------- units
 
-    @staticmethod
-    def reach(engine_ref: weakref.ref[Engine], call: CallToCome, _gradients: tuple[Tensor, ...]) -> None:
-        """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward])."""
-        engine, member = engine_ref(), call.member()
-        if engine is None or member is None:
-            return  # if it matters, unpacking raises
-        call.end()
-        graph, needed = call.graph, call.needed
-        if graph.outdated:  # aliases that it may have lie where weights were
-            raise outdated_graph_error(f"unit {member.unit_name!r}")
-        if member.is_streamed and torch.is_grad_enabled() and engine.graphs.scopes == 0:
-            raise RuntimeError(
-                "A backward pass with create_graph=True will need the weights once more. Surround "
-                "forward and backward with `with pipeline.step():`."
-            )
-        backward, unit = engine.backward, member.unit
-        with engine.at_work:
-            backward.note()
-            backward._graphs.add(graph)
-            assert unit is not None
-            if member.is_streamed:
-                backward._window.order.visit(member.index, Pass.BACKWARD)
-                backward._stream.send_others(unit)
-            for each in needed:
-                backward._window.bring(each)
-            if not unit.is_reached:
-                unit.is_reached = True
-                backward._reached.append(unit)
-            # checkpoints inside of the unit call its parts, and not the unit
-            if unit.resident:
-                member.put_in_twins(backward.follow_requires_grad)
-                return
-            for other in () if unit.is_used_up else unit.members:
-                if all(map(_is_valid, set(other.needed).difference(needed))):
-                    other.put_in_twins(backward.follow_requires_grad)
-            # the backward of calls around it is not over either
-            backward.in_use = [*needed, *member.called_in]
-            backward._window.prefetch(backward.in_use)
-        engine.backend.trace.begin(Kind.BACKWARD, member.unit_name)
-        if not engine.activations.are_kept:
-            engine.activations.reach(call.bundle)
+    def reach(self, unit: Unit, graph: Graph) -> None:
+        """Note that backward has reached a unit by a graph."""
+        self._graphs.add(graph)
+        if not unit.is_reached:
+            unit.is_reached = True
+            self._reached.append(unit)
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
         unit = twin.unit
         is_expected = not unit.conflicts or unit in self.in_use
-        if self.running and is_expected and _is_valid(unit):
+        if self.running and is_expected and unit.is_valid:
             return
-        with self._engine.at_work:
+        with self._at_work:
             self.note()
             self._window.stats.heals += unit.residency is Residency.ABSENT
             follows = self.running and not is_expected
             if follows:  # nodes that no unit announces: the gradient of a gradient
-                self._window.order.visit(twin.weight.unit.members[0].index, Pass.BACKWARD)
+                self._window.order.record_use(twin.weight.unit.members[0].index, Pass.BACKWARD)
             self._window.bring(unit)
             if follows:
                 self.in_use = [unit]
@@ -181,25 +165,21 @@ class BackwardPass:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
         self._graphs.clear()  # not done: whoever still holds one may run backward again
-        if self.running:
-            self._engine.abandon_pass()
-        # before the memory that it reads is given to anybody else
-        self._engine.optimizers.abandon()
+        self._events.abandon_backward(self.running)
         self._stream.abandon()
         self.running = False
-        self._engine.at_work.goes_on = None
+        self._at_work.goes_on = None
 
     def _end(self) -> None:
-        engine = self._engine
-        with engine.at_work:
+        with self._at_work:
             self._leave_units()
             for graph in self._graphs:
                 graph.done = True
             self._graphs.clear()
             some_came = self._stream.end_backward()
             self.running = False
-            engine.at_work.goes_on = None
-            engine.end_backward(some_came)
+            self._at_work.goes_on = None
+            self._events.end_backward(some_came)
 
     def _leave_units(self) -> None:
         for unit in self._reached:
@@ -220,8 +200,3 @@ def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> No
             "Compute with weights in `with pipeline.step():` (Fabric's is `fabric.strategy.step()`), as "
             "`training_step` does."
         )
-
-
-def _is_valid(unit: Unit) -> bool:
-    """Tell whether a unit's twins have their values, without bringing it."""
-    return unit.residency is Residency.READABLE and not unit.suspect

@@ -37,7 +37,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -54,10 +54,6 @@ from sp_lightning.pipeline.torch_private import (
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights import autocast, leaf, overrides
 
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.calls.calls import Calls
-
-
 _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class
 
 # methods that ask for `type(self)`: to copy and to pickle it, and a GraphModule's, to write into the class it has alone
@@ -65,13 +61,22 @@ _OF_THE_CLASS = ("__reduce_ex__", "__deepcopy__", "recompile")
 _set_class: Any = vars(object)["__class__"].__set__
 
 _backends: weakref.WeakSet[Backend] = weakref.WeakSet()
-_gates: dict[int, tuple[Calls, Member]] = {}
 
 
-def install_gate(member: Member, calls: Calls) -> None:
-    """Route calls of the member's module to `calls`."""
+class Caller(Protocol):
+    """Runs the calls of modules that are gates."""
+
+    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call of a member's module, whose code is `forward`."""
+
+
+_gates: dict[int, tuple[Caller, Member]] = {}
+
+
+def install_gate(member: Member, caller: Caller) -> None:
+    """Route calls of the member's module to `caller`."""
     module = member.module
-    _gates[id(module)] = (calls, member)
+    _gates[id(module)] = (caller, member)
     _change_class(module, type(module))
 
 

@@ -58,6 +58,11 @@ class Graphs:
         self._earlier.add(self.current)
         self.current = Graph(self.current.number + 1)
 
+    def count_call(self) -> int:
+        """Count a call of a unit that begins, and return its number."""
+        self.calls += 1
+        return self.calls
+
     def outdate(self) -> None:
         """Note that weights no longer lie where graphs need them."""
         self.begin()

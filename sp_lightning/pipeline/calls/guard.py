@@ -22,12 +22,13 @@ read the weights of this step any more then: it raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.pipeline.calls.graphs import differentiate, edges_of
+from sp_lightning.pipeline.calls.backward import BackwardPass
+from sp_lightning.pipeline.calls.graphs import Graphs, differentiate, edges_of
 from sp_lightning.pipeline.calls.masters import (
     HostParameter,
     guarded,
@@ -36,8 +37,10 @@ from sp_lightning.pipeline.calls.masters import (
     run_on_leaves,
 )
 from sp_lightning.pipeline.gradients.segment_gradients import drop
-from sp_lightning.pipeline.lanes.at_work import FORKED, optimizer_steps
+from sp_lightning.pipeline.lanes.at_work import FORKED, EngineAtWork, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
+from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import (
     in_backward,
     in_transform,
@@ -49,10 +52,7 @@ from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Leftover, Weight
-
-if TYPE_CHECKING:
-    from sp_lightning.pipeline.engine import Engine
-
+from sp_lightning.pipeline.window.arrangement import Arrangement
 
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
 
@@ -60,12 +60,28 @@ _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
 class Guard:
     """Guards the masters of an engine's weights, and decides what follows from accesses to them."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        at_work: EngineAtWork,
+        graphs: Graphs,
+        backward: BackwardPass,
+        arrangement: Arrangement,
+        steps: UnitSteps,
+        device: torch.device,
+        processes: Processes | None,
+    ) -> None:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
-        self.window = engine.window
-        self.places = engine.arrangement.twins  # all twins, by the identity of their memory
-        self._engine = engine
+        self.window = steps.window
+        self.places = arrangement.twins  # all twins, by the identity of their memory
+        self._stream = steps.stream
+        self._device = device
+        self._at_work = at_work
+        self._graphs = graphs
+        self._backward = backward
+        self._arrangement = arrangement
+        self._steps = steps
+        self._processes = processes
         self._weights: list[Weight] = []
         self._served: list[Weight] = []  # in this step, outside of their modules
 
@@ -90,7 +106,7 @@ class Guard:
         """Run an operation that has masters among its arguments."""
         name = name_of(func)
         if name in ON_DEVICE and self.in_step and not optimizer_steps.depth:
-            return func(torch.empty(0, device=self._engine.device), *args[1:])
+            return func(torch.empty(0, device=self._device), *args[1:])
         if not is_metadata(name):
             # of several models there may be, each with its own guard
             found = [guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
@@ -110,17 +126,18 @@ class Guard:
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
         window, unit = self.window, weight.unit
-        if self._engine.at_work.is_forked:
+        if self._at_work.is_forked:
             self._check_in_fork(weight)
             return
         self.refuse_if_stepped(weight)
         if self.in_step:
-            with self._engine.at_work:
+            with self._at_work:
                 window.finish_optimizer(unit)
                 window.finish_copies([unit])
                 window.write_back([weight])
         elif not window.settled:
-            self._engine.settle()
+            with self._at_work:
+                self._steps.settle_all()
         # who gets an alias may write to it later: what is on the device is sent anew before next use
         if writes:
             for copied_from in {unit, weight.twin.unit}:
@@ -130,7 +147,7 @@ class Guard:
 
     def refuse_if_stepped(self, weight: Weight) -> None:
         """Raise if a weight was stepped in the backward pass that is under way, and is to be read."""
-        if self._engine.stream.is_used_up(weight) and not optimizer_steps.depth:
+        if self._stream.is_used_up(weight) and not optimizer_steps.depth:
             raise RuntimeError(
                 f"Weight {weight.name!r} is used in backward after the optimizer has updated it there. Weights are "
                 "updated in backward as soon as their gradients are complete. Train with `overlap_optimizer=False`."
@@ -138,21 +155,21 @@ class Guard:
 
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
-        engine, step = self._engine, weight.unit.being_stepped
+        step = weight.unit.being_stepped
         if step is not None:
             step.join()  # it has failed if it was under way
         # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
-        if engine.device.type != "cpu" or engine.processes is not None or weight.twin.is_touched():
+        if self._device.type != "cpu" or self._processes is not None or weight.twin.is_touched():
             raise RuntimeError(f"Weight {weight.name!r} cannot be read here. {FORKED}")
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
-        engine, stream = self._engine, self._engine.stream
+        stream = self._stream
         gradient = stream.of[weight]
         is_there = gradient.tensor is not None or gradient in stream.pending
         if not (is_there or gradient.of_segment.is_consumed or weight.leftover is not Leftover.NOTHING):
             return
-        engine.backward.forget_failed()
+        self._backward.forget_failed()
         # whether it goes or becomes zeros; None if it is read
         to_none = zeroing() if reads else True
         # before there are other gradients, users look at it to zero it by hand
@@ -170,7 +187,7 @@ class Guard:
             drop([gradient])
             weight.leftover = Leftover.NOTHING if to_none else Leftover.ZEROS
             return
-        with engine.at_work:
+        with self._at_work:
             self.window.finish_optimizer(weight.unit)
             gradient.show()
 
@@ -178,16 +195,15 @@ class Guard:
 
     def serve(self, weight: Weight) -> nn.Parameter:
         """Return the weight on the device in its own dtype, for an operation outside of its unit."""
-        engine = self._engine
         self.refuse_if_stepped(weight)
-        with engine.at_work:
+        with self._at_work:
             self.window.finish_optimizer(weight.unit)
-            engine.arrangement.unused_in_step = False
-            engine.graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
+            self._arrangement.unused_in_step = False
+            self._graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
                 self.keep_as_is(weight)
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
-                engine.backward.follow_requires_grad(weight.twin)
+                self._backward.follow_requires_grad(weight.twin)
             unit = weight.twin.unit
             is_there = unit.residency is not Residency.ABSENT and (unit.users > 0 or weight.unit.is_reached)
             if not (unit.resident or is_there):
@@ -195,7 +211,7 @@ class Guard:
             unit = weight.twin.unit
             unit.suspect |= not self.in_step
             self.window.bring(unit)
-            training = engine.module.training
+            training = self._arrangement.module.training
             if weight.uses_to_watch[training] and unit.fingerprint is None:
                 weight.uses_to_watch[training] -= 1
                 unit.watch()
@@ -222,19 +238,19 @@ class Guard:
 
     def _keep_on_device(self, weight: Weight) -> None:
         self._make_resident(weight)
-        self._engine.learned.touched_outside.append(weight)
+        self._arrangement.learned.touched_outside.append(weight)
 
     def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
         """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
-        engine, graphs = self._engine, self._engine.graphs
+        graphs = self._graphs
         if builds_graph:
             if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
                 weight.casts = {}  # no backward adds gradients of these up with those of this cast
             weight.cast_in = graphs.current.number
-        leaf = engine.learned.casts.note(weight, builds_graph, engine.backward.follow_requires_grad)
+        leaf = self._arrangement.learned.casts.note(weight, builds_graph, self._backward.follow_requires_grad)
         # autocast has had the lowered values before the weight was used as it is, and still has them
         if leaf is not weight.twin.parameter:
-            with engine.at_work:
+            with self._at_work:
                 self.window.bring(weight.unit)
         return leaf
 
@@ -245,13 +261,13 @@ class Guard:
 
     def keep_as_is(self, weight: Weight) -> None:
         """Send a weight in its own dtype from when it is placed next; if it is lowered now, make it resident."""
-        self._engine.learned.casts.used_as_is.add(id(weight.master))
+        self._arrangement.learned.casts.used_as_is.add(id(weight.master))
         if weight.lowered:
             self._make_resident(weight)
 
     def keep_as_is_for_now(self, weight: Weight) -> None:
         """Have a lowered weight be in its own dtype until weights are placed next: autocast is off for its module."""
-        if weight.cast_in == self._engine.graphs.current.number:
+        if weight.cast_in == self._graphs.current.number:
             self.keep_as_is(weight)  # what the graph has cast already stays cast
         else:
             weight.leaf_class = EagerLeaf  # nobody looks at how it is used
@@ -266,8 +282,8 @@ class Guard:
             )
         self.window.finish_optimizer(weight.unit)  # it is sent at once
         self.window.write_back([weight])
-        self._engine.arrangement.make_resident(weight)
-        self._engine.learned.outdated = True
+        self._arrangement.make_resident(weight)
+        self._arrangement.learned.outdated = True
 
 
 def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

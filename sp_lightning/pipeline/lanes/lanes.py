@@ -99,9 +99,11 @@ class Ticket(ABC):
 
     Attributes:
         held: What is read for it on the device; to be dropped once computing waits for what it brings.
+        steps_on_device: Whether it is an optimizer step whose weights computing can use before the host has them.
     """
 
     held: Sequence[object] = ()
+    steps_on_device = False
 
     @abstractmethod
     def join(self) -> None:

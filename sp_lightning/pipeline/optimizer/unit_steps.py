@@ -31,10 +31,11 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
 from sp_lightning.pipeline.optimizer.pieces import lay_together
-from sp_lightning.pipeline.optimizer.visit import Visits, note_stepped
+from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.segment import note_stepped
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
 
@@ -199,6 +200,12 @@ class UnitSteps:
             self.finish(self.window.units)
         finally:
             self.window.finish_copies(self.window.units)
+
+    def settle_all(self) -> None:
+        """Wait until gradients have landed, besides: whoever looks at masters and their gradients finds all of it."""
+        self.settle()
+        self.stream.settle()
+        self.window.settled = True
 
 
 # ---------------------------------------------------------------------------- what a step does with a unit's weights

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass, scaling_of
@@ -45,8 +44,7 @@ from sp_lightning.pipeline.optimizer.pieces import (
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer
-from sp_lightning.pipeline.weights.segment import Segment
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.segment import Segment, note_stepped
 
 
 class _Update(NamedTuple):
@@ -56,14 +54,6 @@ class _Update(NamedTuple):
     work: Work  # without a gradient if that has stayed on the device
     gradient: Tensor
     factors: Sequence[Tensor]  # that the gradient is multiplied by
-
-
-def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
-    """Note that masters have changed by a step."""
-    with torch.inference_mode(False), without_torch_function():
-        increment_version(weight.master for weight in weights)
-        for segment in segments:
-            segment.note_stepped()
 
 
 class Visit(Later):
@@ -77,6 +67,7 @@ class Visit(Later):
     """
 
     held: Sequence[_Update]
+    steps_on_device = True
 
     def __init__(
         self,

@@ -94,6 +94,11 @@ class Unit:
         self.is_used_up = False
 
     @property
+    def is_valid(self) -> bool:
+        """Whether its weights on the device have their values: nobody has to bring it."""
+        return self.residency is Residency.READABLE and not self.suspect
+
+    @property
     def every_weight(self) -> list[Weight]:
         """All of its weights, wherever they live."""
         return self.weights + self.weights_on_device

@@ -18,11 +18,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.processes.box import Box
 from sp_lightning.pipeline.stats import Progress
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -162,6 +164,14 @@ class Segment:
         _, nbytes = lay_out([weight.nbytes])
         memory = self.memory.bytes[begin : begin + nbytes]
         return HostBuffer(nbytes, backend, pin=False, memory=memory)
+
+
+def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
+    """Note that masters have changed by a step."""
+    with torch.inference_mode(False), without_torch_function():
+        increment_version(weight.master for weight in weights)
+        for segment in segments:
+            segment.note_stepped()
 
 
 def written_by_follower(weight: Weight) -> RuntimeError:

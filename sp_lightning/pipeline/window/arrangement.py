@@ -130,9 +130,9 @@ class Arrangement:
         # whether torch compiles the module or parts of it
         self.compiled = bool(options.compile) or any(map(is_compiled, module.modules()))
         self.unused_in_step = True  # whether nothing of it has been used yet in this step
-        self._module = module
+        self.module = module
         self._options = options
-        self._learned = learned
+        self.learned = learned
         self._memory = memory
         self._backend = backend
         device = backend.memory()
@@ -182,7 +182,7 @@ class Arrangement:
         Raises:
             ValueError: It does not fit.
         """
-        division, learned = self._division, self._learned
+        division, learned = self._division, self.learned
         for unit in self.all_units:
             unit.weights, unit.weights_on_device = unit.every_weight, []
         division.make_resident(learned.used_outside)
@@ -208,11 +208,11 @@ class Arrangement:
         autocasts = self._autocasts()
         if autocasts and not self.compiled:  # resident weights do not travel
             parts = [part for unit in self.units for part in sent_together(unit.weights)]
-            self._learned.casts.choose_dtypes(self._module, parts, autocasts)
+            self.learned.casts.choose_dtypes(self.module, parts, autocasts)
 
     def _autocasts(self) -> dict[Weight, torch.dtype]:
         """Return the dtype that autocast casts to wherever a weight is used; weights without one are left out."""
-        known = self._learned.autocasts
+        known = self.learned.autocasts
         users: dict[Weight, list[str]] = {}
         for member in self.members:
             member.autocast = known.common([member.name])

@@ -46,7 +46,7 @@ class Order:
             self._position = len(self._followed) - 1
             self._recording = None
 
-    def visit(self, member: int, direction: Pass) -> None:
+    def record_use(self, member: int, direction: Pass) -> None:
         """Note that `member` is used now."""
         use = direction * self._members + member
         if use == self._last and direction is Pass.BACKWARD:

@@ -53,7 +53,14 @@ class Window(MasterAccess):
         most = max(Counter(map(id, unit_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most)
 
-    def begin_step(self) -> None:
+    def begin_next_step(self) -> None:
+        """Count a step that begins, and expect its uses; nobody has an alias of a master in it yet."""
+        self.stats.steps += 1
+        self.order.begin_step()
+        for unit in self.units:
+            unit.has_aliases = unit.has_raw_readers = False
+
+    def load_first(self) -> None:
         """Start copying what the step needs first: resident weights, and the units that are used first."""
         for unit in self.units:
             if unit.resident:
