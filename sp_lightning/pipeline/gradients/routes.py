@@ -1,11 +1,11 @@
 """The routes of gradients from the device to the host; the stream chooses one for what a unit has gathered (stream.py).
 
     device                        on its way           host
-    leaf.grad -> staging buffer ---------------------> memory beside the masters    keep
-      |                |--------> landing buffer ----> added to what is there       add
-      |                |--------> landing buffer ----> the optimizer                pass_to_step
-      |                `-- its share of all processes' --> memory that they share  processes/averages.py
-      `---------------------------------------- (its norm alone, if it is measured) stay, and be added up
+    leaf.grad -> staging buffer ---------------------> memory beside the masters    KEEP
+      |                |--------> landing buffer ----> added to what is there       ADD
+      |                |--------> landing buffer ----> the optimizer                PASS_TO_STEP
+      |                `-- its share of all processes' --> memory that they share   processes/averages.py
+      `--------------------------------- (its norm alone, if it is measured)        STAY, and be added up
 
 A unit's gradients are put together in a *staging buffer* on the device, and leave it with one copy. Those that do not
 stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. There are
@@ -17,6 +17,7 @@ stays is read there when the unit visits, or goes to the host as the optimizer n
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -108,6 +109,15 @@ def _add_up(sums: Sequence[_Sum], norm_dtype: torch.dtype | None) -> None:
                 norm.copy_(torch.linalg.vector_norm(total, dtype=norm_dtype))
 
 
+class Route(enum.Enum):
+    """The way of what a unit has gathered, drawn above."""
+
+    KEEP = enum.auto()
+    ADD = enum.auto()
+    PASS_TO_STEP = enum.auto()
+    STAY = enum.auto()
+
+
 class Routes:
     """Sends units' gradients to the host, each in one copy and in the dtype they were computed in."""
 
@@ -118,7 +128,18 @@ class Routes:
         self._backend = window.backend
         self._stats = window.stats
 
-    def keep(self, of_segment: SegmentGradients) -> None:
+    def send(self, of_segment: SegmentGradients, route: Route, more_comes: bool) -> None:
+        """Send what was gathered by a route; `more_comes` tells whether others are expected, to be added."""
+        if route is Route.KEEP:
+            self._keep(of_segment)
+        elif route is Route.ADD:
+            self._add(of_segment)
+        elif route is Route.PASS_TO_STEP:
+            self._pass_to_step(of_segment)
+        else:
+            self._stay(of_segment, more_comes)
+
+    def _keep(self, of_segment: SegmentGradients) -> None:
         """Have gradients land in the unit's own memory, where they stay, with their norms if these are measured."""
         of_segment.wait()  # for what was there
         gathered = of_segment.take_gathered()
@@ -127,12 +148,12 @@ class Routes:
         self._download(of_segment, gathered, memory, has_norms)
         of_segment.come_to(memory, gathered, has_norms)
 
-    def pass_to_step(self, of_segment: SegmentGradients) -> None:
+    def _pass_to_step(self, of_segment: SegmentGradients) -> None:
         """Have gradients land for the optimizer, which steps the unit with them and needs none that are kept."""
         of_segment.release_memory()  # gradients pass through a few buffers from now on
         of_segment.land_in(self._land(of_segment))
 
-    def add(self, of_segment: SegmentGradients) -> None:
+    def _add(self, of_segment: SegmentGradients) -> None:
         """Have gradients land in a buffer, and be added to those that are there."""
         before = {gradient: gradient.tensor for gradient in of_segment.gathered}
         earlier = of_segment.ticket
@@ -154,11 +175,10 @@ class Routes:
         buffer.last_reader = self._backend.trace.work(Kind.ADD, of_segment.unit.name, job)
         of_segment.wait_for(buffer.last_reader)
 
-    def stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
+    def _stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
         """Have gradients stay on the device, added to those that have, until the unit is updated.
 
         Their norms leave, if these are measured. If the device has no memory for a sum, all go to the host after all.
-        `more_comes` tells whether others are expected, to be added.
         """
         of_segment.release_memory()  # that nobody needs, and wait for norms that were there
         of_segment.stay()
@@ -175,7 +195,7 @@ class Routes:
         if gathered:
             move_to_host(of_segment.gradients)
             of_segment.gather_again(gathered)
-            self.add(of_segment)
+            self._add(of_segment)
         elif self.measures_norms:
             self._measure_on_device(of_segment)
 

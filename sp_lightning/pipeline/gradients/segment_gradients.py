@@ -25,7 +25,7 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
-from sp_lightning.pipeline.weights.weight import Leftover, Weight, used_in_backward
+from sp_lightning.pipeline.weights.weight import Leftover, Weight, used_in_backward, used_in_step
 
 
 class Gradient:
@@ -64,18 +64,18 @@ class Gradient:
             self.weight.leftover = Leftover.NOTHING
 
     def fill_zeros(self) -> None:
-        """Have the zeros that plain training has, if nothing has come to them."""
-        if self.weight.leftover is Leftover.ZEROS:
-            # a visit reads all of them in one place
-            device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
-            zeros = torch.zeros_like(self.weight.host, device=device)
-            self.come(zeros, zeros.new_zeros(()))
+        """Have the zeros that plain training has (`Leftover.ZEROS`), to which nothing has come."""
+        # a GPU-side update reads all gradients in one place
+        device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
+        zeros = torch.zeros_like(self.weight.host, device=device)
+        self.come(zeros, zeros.new_zeros(()))
 
     def check(self) -> None:
         """Raise if it is to be read or changed, and was used already."""
         if self.of_segment.is_consumed:
             raise used_in_backward(self.weight.name)
-        self.weight.refuse_used("it is to be read, or clipped")
+        if self.weight.leftover is Leftover.USED:
+            raise used_in_step(self.weight.name, "it is to be read, or clipped")
 
     def scale(self, factor: Tensor) -> None:
         """Have it multiplied as it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
@@ -83,7 +83,8 @@ class Gradient:
 
     def show(self) -> None:
         """Make what has landed of it the master's `.grad`, which is the user's."""
-        self.fill_zeros()
+        if self.weight.leftover is Leftover.ZEROS:
+            self.fill_zeros()
         shown = self.take()
         if shown is not None:
             self.weight.master.grad = shown

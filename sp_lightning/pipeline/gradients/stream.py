@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.routes import Routes
+from sp_lightning.pipeline.gradients.routes import Route, Routes
 from sp_lightning.pipeline.gradients.segment_gradients import (
     Gradient,
     SegmentGradients,
@@ -139,29 +139,51 @@ class GradientStream:
         self._ship(of_segment, is_final and not of_segment.missing, is_seen)
 
     def _ship(self, of_segment: SegmentGradients, is_final: bool, is_seen: bool) -> None:
-        """Choose the route of gradients, which an early step uses next if there is one, and send them."""
-        routes, early = self.routes, self.early
-        # another process may see what this one does not: they are averaged when backward has ended
-        if not is_final or self.averages is not None:
-            early = None
-        if early is not None and not early.wants(of_segment):
-            early = None
-        is_new = not of_segment.held
-        is_kept = is_new and of_segment.sums is None
-        steps_next = early is not None or routes.measures_norms
-        visits_next = of_segment.unit.visits and is_kept and is_final and steps_next
-        passes = is_new and early is not None and not early.keeps_gradients
-        may_wait = is_new and not passes and not is_seen and self.averages is None
-        if of_segment.is_on_device or visits_next or (may_wait and self._waits(of_segment, not steps_next)):
-            routes.stay(of_segment, not steps_next)
-        elif passes:
-            routes.pass_to_step(of_segment)
-        elif is_kept:
-            routes.keep(of_segment)
-        else:
-            routes.add(of_segment)
+        """Send what was gathered by its route, and have an early step use it if there is one."""
+        early = self._early_step(of_segment, is_final)
+        steps_next = early is not None or self.routes.measures_norms
+        route = self._route(of_segment, early, is_final and steps_next, is_seen)
+        self.routes.send(of_segment, route, more_comes=not steps_next)
         if early is not None:
             early.receive(of_segment)
+
+    def _early_step(self, of_segment: SegmentGradients, is_final: bool) -> StepInBackward | None:
+        """Return the step in backward that uses what was gathered; None if there is none."""
+        # another process may see what this one does not: they are averaged when backward has ended
+        if self.early is None or not is_final or self.averages is not None:
+            return None
+        return self.early if self.early.wants(of_segment) else None
+
+    def _route(
+        self,
+        of_segment: SegmentGradients,
+        early: StepInBackward | None,
+        is_updated_next: bool,
+        is_seen: bool,
+    ) -> Route:
+        """Choose the route of what was gathered: the first that applies.
+
+        the unit's gradients are on the device already          STAY
+        others of the unit are on the host                      ADD
+        it is updated next, on the GPU                          STAY
+        a step in backward uses it, and needs it no longer      PASS_TO_STEP
+        the host has no room for it, and nobody sees the sum    STAY
+        the unit has memory for sums, of another dtype          ADD
+        else                                                    KEEP
+        """
+        has_sums = of_segment.sums is not None
+        if of_segment.is_on_device:
+            return Route.STAY
+        if of_segment.held:
+            return Route.ADD
+        if of_segment.unit.visits and is_updated_next and not has_sums:
+            return Route.STAY
+        if early is not None and not early.keeps_gradients:
+            return Route.PASS_TO_STEP
+        may_wait = self.averages is None and not is_seen
+        if may_wait and self._waits(of_segment, more_comes=early is None and not self.routes.measures_norms):
+            return Route.STAY
+        return Route.ADD if has_sums else Route.KEEP
 
     def _waits(self, of_segment: SegmentGradients, more_comes: bool) -> bool:
         """Tell whether gradients wait on the device, as the host has no room for them."""

@@ -49,7 +49,7 @@ from sp_lightning.pipeline.optimizer.living import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import stand_in_for
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Leftover, Weight, used_in_step
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
@@ -116,8 +116,9 @@ class Optimizers:
                         "Step after that forward, for example in `training_step`."
                     )
             for gradient in plan.gradients:
-                if not gradient.of_segment.is_consumed:
-                    gradient.weight.refuse_used(f"{type(optimizer).__name__} steps it")
+                weight = gradient.weight
+                if weight.leftover is Leftover.USED and not gradient.of_segment.is_consumed:
+                    raise used_in_step(weight.name, f"{type(optimizer).__name__} steps it")
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
                 raise ValueError(

@@ -35,6 +35,15 @@ def used_in_backward(name: str) -> RuntimeError:
     )
 
 
+def used_in_step(name: str, use: str) -> RuntimeError:
+    """Make the error for a use of a weight's gradient that an optimizer's step has used, and that is gone."""
+    return RuntimeError(
+        f"The gradient of weight {name!r} was used in an optimizer's step, and was not zeroed since. Now "
+        f"{use}. Plain training would use that gradient again, but superpipeline has dropped it. Call "
+        "`zero_grad()` between the step and the next backward."
+    )
+
+
 def outdated_graph_error(what: str) -> RuntimeError:
     """Make the error for a backward that needs a weight, or a unit, which is elsewhere by now."""
     return RuntimeError(
@@ -208,15 +217,6 @@ class Weight:
     def receive(self, arrived: Tensor) -> None:
         """Give the master values that a forward has written on the device."""
         self.master.copy_(arrived)  # as torch counts it
-
-    def refuse_used(self, use: str) -> None:
-        """Raise if a gradient is to be used again that an optimizer's step has used, and that is gone."""
-        if self.leftover is Leftover.USED:
-            raise RuntimeError(
-                f"The gradient of weight {self.name!r} was used in an optimizer's step, and was not zeroed since. Now "
-                f"{use}. Plain training would use that gradient again, but superpipeline has dropped it. Call "
-                "`zero_grad()` between the step and the next backward."
-            )
 
     def leave_device(self, unit: Unit) -> None:
         """Let go of its place on the device in a unit, and of the twins that graphs have besides."""
