@@ -34,12 +34,9 @@ PLACE = re.compile(r"(<!-- planned: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 MACHINES = [  # a GPU, a host and its memory
     ("RTX 3060", "desktop DDR4", "32GiB"),
     ("RTX 3090", "desktop DDR4", "64GiB"),
-    ("RTX 4060 Ti", "desktop DDR5", "64GiB"),
     ("RTX 4090", "desktop DDR5", "64GiB"),
     ("RTX 4090", "desktop DDR5", "128GiB"),
     ("RTX 5090", "desktop DDR5", "192GiB"),
-    ("RTX 6000 Ada", "workstation DDR5", "256GiB"),
-    ("A10", "server DDR4", "64GiB"),
     ("L40S", "server DDR5", "256GiB"),
     ("A100", "server DDR4", "512GiB"),
     ("H100", "server DDR5", "256GiB"),
