@@ -227,13 +227,16 @@ def bytes_per_parameter(figures: dict[str, Any]) -> str:
 
 def runs(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of published runs, and where they are published."""
-    yield "| published run | tokens in a step | tokens/s | planned | planned over published |"
-    yield "|" + " --- |" * 5
+    yield "| published run | of | tokens in a step | tokens/s | planned | planned over published |"
+    yield "|" + " --- |" * 6
+    system = None
     for run, (low, high) in zip(replay.RUNS, figures["replay"], strict=True):
         yield (
-            f"| {run.system}: {run.model}, {run.card} | {run.tokens:,} | {run.published:,.0f} "
-            f"| {number_range(low, high)} | {low / run.published:.2f} to {high / run.published:.2f} |"
+            f"| {run.system if run.system != system else ''} | {run.model}, {run.card} | {run.tokens:,} "
+            f"| {run.published:,.0f} | {number_range(low, high)} "
+            f"| {low / run.published:.2f} to {high / run.published:.2f} |"
         )
+        system = run.system
     yield ""
     sources = {run.system: f"{run.system}: {run.source}, {run.when}" for run in replay.RUNS}
     yield f"Sources: {'; '.join(sources.values())}."
