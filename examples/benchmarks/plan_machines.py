@@ -227,14 +227,13 @@ def bytes_per_parameter(figures: dict[str, Any]) -> str:
 
 def runs(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of published runs, and where they are published."""
-    yield "| published run | of | tokens in a step | tokens/s | planned | planned over published |"
-    yield "|" + " --- |" * 6
+    yield "| published run | of | tokens in a step | tokens/s | planned |"
+    yield "|" + " --- |" * 5
     system = None
     for run, (low, high) in zip(replay.RUNS, figures["replay"], strict=True):
         yield (
             f"| {run.system if run.system != system else ''} | {run.model}, {run.card} | {run.tokens:,} "
-            f"| {run.published:,.0f} | {number_range(low, high)} "
-            f"| {low / run.published:.2f} to {high / run.published:.2f} |"
+            f"| {run.published:,.0f} | {number_range(low, high)} |"
         )
         system = run.system
     yield ""
