@@ -23,6 +23,7 @@ DOCUMENTS = [
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "tools").glob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -91,7 +92,7 @@ def test_public_names_are_in_the_reference():
 
 def test_scripts_in_commands_exist():
     commands = "\n".join(text for document in DOCUMENTS for text in blocks(document, "bash"))
-    scripts = set(re.findall(r"\bexamples/[\w/]+\.(?:py|yaml)\b", commands))
+    scripts = set(re.findall(r"\b(?:examples|tools)/[\w/]+\.(?:py|sh|yaml)\b", commands))
     assert len(scripts) > 5
     assert not [script for script in scripts if not (ROOT / script).is_file()]
 

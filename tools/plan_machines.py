@@ -1,7 +1,7 @@
 """Plan what the pages say about memory and speed, and write it into them: all planned figures are from one run.
 
-    python examples/benchmarks/plan_machines.py             # plan everything, in minutes; write planned.json, and pages
-    python examples/benchmarks/plan_machines.py --pages     # write pages from planned.json as it is
+    python tools/plan_machines.py             # plan everything, in minutes; write planned.json, and pages
+    python tools/plan_machines.py --pages     # write pages from planned.json as it is
 
 A figure of a page lies between `<!-- planned: NAME -->` and `<!-- end -->`; its name is that of a function below.
 Nothing here is measured.
@@ -27,7 +27,7 @@ from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
 from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("planned.json")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- planned: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
