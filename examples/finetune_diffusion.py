@@ -249,7 +249,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, epochs=8, batch_size=None, lr=4e-3, lr_by_size=True)
-    recipe.add_night(parser, "samples")
+    recipe.add_long_run(parser, "samples")
     parser.add_argument("--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, SD3, PixArt, Wan")
     parser.add_argument("--objective", choices=["flow", "noise"], help="what is predicted (default: as the model was)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="storage of the weights")

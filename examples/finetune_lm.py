@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pickle import UnpicklingError
 from typing import Any
@@ -35,7 +35,7 @@ from language_models import load, make_tokenizer, new_model
 from long_runs import Loader, for_validation
 from offline import read_text
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
-from training import Pace, begin, train
+from training import Pace, begin, save_checkpoint, train
 
 import sp_lightning
 
@@ -194,7 +194,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3, lr_by_size=True)
-    recipe.add_night(parser, "runs/finetune_lm")
+    recipe.add_long_run(parser, "runs/finetune_lm")
     add_model_and_text(parser)
     parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     add_optimizer(parser)
@@ -266,17 +266,8 @@ def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         parser.error(f"--hidden {options.hidden} must be an even multiple of --heads {options.heads}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, then print how the loss fell and what was streamed."""
-    options = parse(arguments)
-    begin(options)
-    with recipe.one_line():
-        model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
-
-    def save(trainer: L.Trainer) -> None:
-        if options.save is not None:
-            trainer.save_checkpoint(options.save)
-
+def train_on_text(options: argparse.Namespace, model: L.LightningModule, save: Callable[[L.Trainer], None]) -> None:
+    """Train a language model on the text of the command line."""
     train(
         options,
         model,
@@ -287,6 +278,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_steps=options.steps,
         limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, then print how the loss fell and what was streamed."""
+    options = parse(arguments)
+    begin(options)
+    with recipe.one_line():
+        model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
+
+    train_on_text(options, model, save=partial(save_checkpoint, options))
     return 0
 
 

@@ -175,24 +175,24 @@ def add_training(
     parser.set_defaults(usual_lr=lr, lr_by_size=lr_by_size)
 
 
-def add_night(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add the options of a run that is left alone for a night."""
-    night = parser.add_argument_group("long runs")
-    night.add_argument("--clip", type=amount, metavar="NORM", help="clip gradients to this norm")
-    night.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in a step (default: 1)")
-    night.add_argument("--warmup", type=whole, default=0, metavar="N", help="steps in which the learning rate rises")
-    night.add_argument(
+def add_long_run(parser: argparse.ArgumentParser, output: str) -> None:
+    """Add the options of runs that take hours."""
+    options = parser.add_argument_group("long runs")
+    options.add_argument("--clip", type=amount, metavar="NORM", help="clip gradients to this norm")
+    options.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in a step (default: 1)")
+    options.add_argument("--warmup", type=whole, default=0, metavar="N", help="steps in which the learning rate rises")
+    options.add_argument(
         "--schedule", choices=["constant", "cosine"], default="constant", help="of the learning rate after --warmup"
     )
-    night.add_argument("--eval-every", type=positive, metavar="N", help="validate every N batches")
-    night.add_argument("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps")
-    night.add_argument(
+    options.add_argument("--eval-every", type=positive, metavar="N", help="validate every N batches")
+    options.add_argument("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps")
+    options.add_argument(
         "--log-every", type=positive, default=10, metavar="N", help="steps from line to line of the log (default: 10)"
     )
-    night.add_argument(
+    options.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint in --output, if there is one"
     )
-    night.add_argument(
+    options.add_argument(
         "--output",
         type=new_folder,
         default=output,
@@ -243,11 +243,11 @@ def parse(
             new_folder(options.output)
         except argparse.ArgumentTypeError as error:
             parser.error(f"--output: {error}")
-        prepare_night(options, best if always_validates or options.eval_every else None)
+        prepare_long_run(options, best if always_validates or options.eval_every else None)
     return options
 
 
-def prepare_night(options: argparse.Namespace, best: tuple[str, str] | None) -> None:
+def prepare_long_run(options: argparse.Namespace, best: tuple[str, str] | None) -> None:
     """Add the callbacks of a long run, and find its checkpoint."""
     last = Path(options.output, "checkpoints", "last.ckpt")
     if options.schedule != "constant" or options.warmup:
