@@ -1,4 +1,4 @@
-r"""Fine-tune a language model on chats: all of its weights, or adapters (LoRA, QLoRA), larger than the device or not.
+r"""Fine-tune a language model, which need not fit in GPU memory, on chats: all weights, or adapters (LoRA, QLoRA).
 
 Chats go through the tokenizer's own template, several of them in one row, without attention across them; the loss
 covers what the assistant says. After each epoch, the model answers questions from chats that it has not seen.
@@ -12,9 +12,9 @@ covers what the assistant says. After each epoch, the model answers questions fr
         --train lora --dtype bfloat16 --save-adapters mine      # a mixture of experts: adapters on its attention
 
 Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub, or
-a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For a night, add `--clip 1 --accumulate 8
---warmup 50 --schedule cosine --save-every 100 --resume`: the same command goes on where it was stopped. `--save` writes
-a folder for transformers' `from_pretrained`, with adapters merged, `--save-adapters` one for peft.
+a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For long runs, add `--clip 1 --accumulate 8
+--warmup 50 --schedule cosine --save-every 100 --resume`: the same command continues where it was stopped. `--save`
+writes a folder for transformers' `from_pretrained`, with adapters merged, `--save-adapters` one for peft.
 """
 
 from __future__ import annotations
@@ -265,7 +265,9 @@ def add_chat_model(parser: argparse.ArgumentParser, trained: str) -> argparse._A
     data = add_model(parser)
     parser.set_defaults(layers=4, hidden=64)
     add_optimizer(parser)
-    add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default=trained, help="what is trained")
+    add_rank(parser).add_argument(
+        "--train", choices=["full", "lora", "qlora"], default=trained, help="(default: %(default)s)"
+    )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
     return data
 

@@ -1,6 +1,6 @@
-r"""Fine-tune a diffusion transformer, whole or with adapters (LoRA), whose weights need not fit on the device.
+r"""Fine-tune a diffusion transformer, whole or with adapters (LoRA), whose weights need not fit in GPU memory.
 
-Captions and images are encoded once, before training, by text encoders that stream through the device, too. After each
+Captions and images are encoded once, before training, by text encoders that are streamed, too. After each
 epoch, the model draws a grid of images, one column for each prompt.
 
     python examples/finetune_diffusion.py       # a tiny transformer learns to draw digits from noise
@@ -263,7 +263,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write the transformer")
     add_optimizer(parser)
-    add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
+    add_rank(parser).add_argument(
+        "--train", choices=["full", "lora", "qlora"], default="full", help="(default: %(default)s)"
+    )
     options = recipe.parse(parser, arguments, data="images")
     is_large = options.model is not None
     options.batch_size = options.batch_size or (1 if is_large else 64)

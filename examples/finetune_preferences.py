@@ -1,4 +1,4 @@
-r"""Teach a language model which of two answers is preferred (DPO, arXiv 2305.18290), larger than the device or not.
+r"""Teach a language model, which need not fit in GPU memory, which of two answers is preferred (DPO, arXiv 2305.18290).
 
 The answer that was chosen should become more probable, compared with a reference, than the one that was rejected. The
 reference is the model as it was: without its adapters, or with `--train full` a frozen copy, which streams as well.
@@ -208,7 +208,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     data.add_argument("--pairs", type=recipe.file, metavar="FILE", help="JSON lines with chosen and rejected answers")
     data.add_argument("--length", type=recipe.positive, default=256, help="tokens of both parts (default: %(default)s)")
     parser.add_argument(
-        "--beta", type=recipe.amount, default=0.1, help="reward of log-probability (default: %(default)s)"
+        "--beta", type=recipe.amount, default=0.1, help="DPO's beta: reward per log-probability (default: %(default)s)"
     )
     return parse_chat_options(parser, arguments, data="pairs")
 

@@ -1,4 +1,4 @@
-"""Fine-tune an image classifier, transformer or convolutional, whose weights need not fit on the device.
+"""Fine-tune an image classifier, transformer or convolutional, whose weights need not fit in GPU memory.
 
     python examples/finetune_vision.py                       # a small ViT from transformers learns to read digits
     python examples/finetune_vision.py --model resnet        # a small ResNet from torchvision, with its BatchNorm

@@ -1,4 +1,4 @@
-r"""Fine-tune a vision-language model, which answers questions about images, and need not fit on the device.
+r"""Fine-tune a vision-language model, which answers questions about images, and need not fit in GPU memory.
 
 Images and questions go through the model's own processor and chat template; the loss covers only the answers' tokens.
 

@@ -1,7 +1,7 @@
 """Fine-tune a causal language model with LoRA: the base is frozen, and thin matrices beside its layers are trained.
 
-Frozen weights have no gradients and no optimizer state. In host memory, each of them takes only its stored size:
-2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only gradients of adapters come back from the device.
+Frozen weights have no gradients and no optimizer state. In CPU memory, each of them takes only its stored size:
+2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only the gradients of adapters are copied back.
 
     python examples/lora_lm.py                                          # a tiny random model, on any machine
     python examples/lora_lm.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
@@ -214,10 +214,10 @@ class LoRALM(CausalLM):
 def add_rank(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the options for the adapters' size, and return their group."""
     adapters = parser.add_argument_group("adapters")
-    adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
-    adapters.add_argument("--alpha", type=recipe.amount, default=16, help="strength times rank (default: %(default)s)")
+    adapters.add_argument("--rank", type=recipe.positive, default=8, help="rank of the adapters (default: %(default)s)")
+    adapters.add_argument("--alpha", type=recipe.amount, default=16, help="scale times rank (default: %(default)s)")
     adapters.add_argument(
-        "--save-adapters", type=recipe.new_folder, metavar="FOLDER", help="write them for peft, or diffusers"
+        "--save-adapters", type=recipe.new_folder, metavar="FOLDER", help="write the adapters for peft, or diffusers"
     )
     return adapters
 
