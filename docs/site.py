@@ -14,11 +14,12 @@ PAGES = {
     "index.md": "README.md",
     "examples.md": "examples/README.md",
     "bench.md": "examples/benchmarks/README.md",
-    "on_a_gpu.md": "examples/benchmarks/on_a_gpu.md",
+    "on_a_gpu.md": "tools/on_a_gpu.md",
     "results.md": "examples/benchmarks/results/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "tests.md": "tests/README.md",
+    "tools.md": "tools/README.md",
 }
 # They are beside the files on GitHub, and nowhere here.
 BADGES = re.compile(r"\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\) ?")

@@ -1,10 +1,10 @@
-"""A loop of one's own under Lightning Fabric: a causal language model whose weights need not fit on the device.
+"""A training loop under Lightning Fabric: a causal language model whose weights need not fit in GPU memory.
 
     python examples/fabric_loop.py                                       # a tiny model learns Python's manual
     python examples/fabric_loop.py --model gpt2 --text my.txt --precision bf16-mixed --save gpt2.ckpt
     python examples/fabric_loop.py --strategy auto                       # without streaming, for comparison
 
-The loop accumulates gradients, clips them by their norm, and evaluates; nothing in it comes from this package.
+The loop accumulates gradients, clips them by their norm, and evaluates. Only the strategy comes from this package.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     recipe.add_training(parser, steps=40, batch_size=4, lr=3e-3)
     add_model_and_text(parser)
     parser.add_argument(
-        "--save", type=recipe.new_file, metavar="FILE", help="where to save the model and its optimizer in the end"
+        "--save", type=recipe.new_file, metavar="FILE", help="write the model and its optimizer when training is over"
     )
     options = recipe.parse(parser, arguments, data="text")
     check_sizes(parser, options)

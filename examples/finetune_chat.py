@@ -1,4 +1,4 @@
-r"""Fine-tune a language model on chats: all of its weights, or adapters (LoRA, QLoRA), larger than the device or not.
+r"""Fine-tune a language model, which need not fit in GPU memory, on chats: all weights, or adapters (LoRA, QLoRA).
 
 Chats go through the tokenizer's own template, several of them in one row, without attention across them; the loss
 covers what the assistant says. After each epoch, the model answers questions from chats that it has not seen.
@@ -12,9 +12,9 @@ covers what the assistant says. After each epoch, the model answers questions fr
         --train lora --dtype bfloat16 --save-adapters mine      # a mixture of experts: adapters on its attention
 
 Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub, or
-a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For a night, add `--clip 1 --accumulate 8
---warmup 50 --schedule cosine --save-every 100 --resume`: the same command goes on where it was stopped. `--save` writes
-a folder for transformers' `from_pretrained`, with adapters merged, `--save-adapters` one for peft.
+a chat of ShareGPT or Alpaca (`chats.py`); the last tenth is for validation. For long runs, add `--clip 1 --accumulate 8
+--warmup 50 --schedule cosine --save-every 100 --resume`: the same command continues where it was stopped. `--save`
+writes a folder for transformers' `from_pretrained`, with adapters merged, `--save-adapters` one for peft.
 """
 
 from __future__ import annotations
@@ -253,15 +253,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, epochs=10, batch_size=2, lr=3e-3, lr_by_size=True)
-    recipe.add_night(parser, "runs/finetune_chat")
-    data = add_model(parser)
+    recipe.add_long_run(parser, "runs/finetune_chat")
+    data = add_chat_model(parser, trained="full")
     data.add_argument("--chats", type=recipe.file, metavar="FILE", help="JSON or JSON lines (default: chats on HTTP)")
     data.add_argument("--length", type=recipe.positive, default=256, help="tokens in a row (default: %(default)s)")
+    return parse_chat_options(parser, arguments, data="chats")
+
+
+def add_chat_model(parser: argparse.ArgumentParser, trained: str) -> argparse._ArgumentGroup:
+    """Add the options for a chat model, and for what is trained of it; return the group for its data."""
+    data = add_model(parser)
     parser.set_defaults(layers=4, hidden=64)
     add_optimizer(parser)
-    add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
+    add_rank(parser).add_argument(
+        "--train", choices=["full", "lora", "qlora"], default=trained, help="(default: %(default)s)"
+    )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments, data="chats", best=("val_loss", "min"))
+    return data
+
+
+def parse_chat_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, data: str
+) -> argparse.Namespace:
+    """Parse the command line of a recipe for a chat model, and check its options."""
+    options = recipe.parse(parser, arguments, data=data, best=("val_loss", "min"))
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)

@@ -1,6 +1,6 @@
-r"""Fine-tune a diffusion transformer, whole or with adapters (LoRA), whose weights need not fit on the device.
+r"""Fine-tune a diffusion transformer, whole or with adapters (LoRA), whose weights need not fit in GPU memory.
 
-Captions and images are encoded once, before training, by text encoders that stream through the device, too. After each
+Captions and images are encoded once, before training, by text encoders that are streamed, too. After each
 epoch, the model draws a grid of images, one column for each prompt.
 
     python examples/finetune_diffusion.py       # a tiny transformer learns to draw digits from noise
@@ -249,7 +249,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, epochs=8, batch_size=None, lr=4e-3, lr_by_size=True)
-    recipe.add_night(parser, "samples")
+    recipe.add_long_run(parser, "samples")
     parser.add_argument("--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, SD3, PixArt, Wan")
     parser.add_argument("--objective", choices=["flow", "noise"], help="what is predicted (default: as the model was)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="storage of the weights")
@@ -263,7 +263,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write the transformer")
     add_optimizer(parser)
-    add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="full", help="what is trained")
+    add_rank(parser).add_argument(
+        "--train", choices=["full", "lora", "qlora"], default="full", help="(default: %(default)s)"
+    )
     options = recipe.parse(parser, arguments, data="images")
     is_large = options.model is not None
     options.batch_size = options.batch_size or (1 if is_large else 64)

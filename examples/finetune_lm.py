@@ -1,7 +1,7 @@
-"""Fine-tune a causal language model whose weights need not fit on the device.
+"""Fine-tune a causal language model whose weights need not fit in GPU memory.
 
 The LightningModule below is an ordinary one, which any strategy can train. This is all it takes to keep its weights in
-host memory and stream them through the device, a few blocks at a time:
+CPU memory and stream them through GPU memory, a few blocks at a time:
 
     import sp_lightning
     trainer = L.Trainer(strategy="superpipeline")
@@ -13,7 +13,7 @@ host memory and stream them through the device, a few blocks at a time:
     python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
     python examples/finetune_lm.py --strategy auto              # the same run without streaming, for comparison
     python examples/finetune_lm.py --precision bf16-true --optimizer int8   # with 6 bytes a parameter instead of 16
-    python examples/finetune_lm.py --save-every 500 --resume                # goes on where it was stopped, if it was
+    python examples/finetune_lm.py --save-every 500 --resume                # continues where it was stopped
 
 Without `--text`, it learns Python's own reference manual, which ships with every CPython, so nothing is downloaded.
 `--save` writes an ordinary Lightning checkpoint, from which `lora_lm.py` can continue.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pickle import UnpicklingError
 from typing import Any
@@ -35,7 +35,7 @@ from language_models import load, make_tokenizer, new_model
 from long_runs import Loader, for_validation
 from offline import read_text
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
-from training import Pace, begin, train
+from training import Pace, begin, save_checkpoint, train
 
 import sp_lightning
 
@@ -194,7 +194,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=100, batch_size=8, lr=1e-3, lr_by_size=True)
-    recipe.add_night(parser, "runs/finetune_lm")
+    recipe.add_long_run(parser, "runs/finetune_lm")
     add_model_and_text(parser)
     parser.add_argument("--save", type=recipe.new_file, metavar="FILE", help="write a checkpoint when training is over")
     add_optimizer(parser)
@@ -210,8 +210,8 @@ def add_model_and_text(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--text", type=recipe.file, metavar="FILE", help="UTF-8 text to learn (default: Python's reference manual)"
     )
-    data.add_argument("--length", type=recipe.positive, default=64, help="tokens in a chunk (default: %(default)s)")
-    data.add_argument("--stride", type=recipe.positive, help="tokens from chunk to chunk (default: --length)")
+    data.add_argument("--length", type=recipe.positive, default=64, help="tokens in a row (default: %(default)s)")
+    data.add_argument("--stride", type=recipe.positive, help="tokens from row to row of the text (default: --length)")
 
 
 def text_data(options: argparse.Namespace) -> TextData:
@@ -227,13 +227,13 @@ def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--model", metavar="NAME", help="a causal language model from the Hugging Face hub, or its folder"
     )
     data.add_argument(
-        "--weights", type=recipe.file, metavar="FILE", help="a checkpoint of finetune_lm.py --save, to start from"
+        "--weights", type=recipe.file, metavar="FILE", help="start from a checkpoint of finetune_lm.py --save"
     )
     data.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="storage dtype of the weights (default: %(default)s)",
+        help="dtype of weights in CPU memory (default: %(default)s)",
     )
     for name, size, what in [("layers", 12, "blocks"), ("hidden", 128, "width"), ("heads", 4, "heads")]:
         data.add_argument(
@@ -248,7 +248,11 @@ def add_model(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def add_optimizer(parser: argparse.ArgumentParser) -> None:
     """Add the option for the optimizer."""
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="how AdamW keeps what it knows (default: %(default)s)"
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="torch's AdamW, fused (adamw) or not (unfused); with bf16-true also sp_lightning.optim's, in 12 bytes a "
+        "parameter (split), or in 6 with moments in 8 bits (int8) (default: %(default)s)",
     )
 
 
@@ -266,17 +270,8 @@ def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         parser.error(f"--hidden {options.hidden} must be an even multiple of --heads {options.heads}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, then print how the loss fell and what was streamed."""
-    options = parse(arguments)
-    begin(options)
-    with recipe.one_line():
-        model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
-
-    def save(trainer: L.Trainer) -> None:
-        if options.save is not None:
-            trainer.save_checkpoint(options.save)
-
+def train_on_text(options: argparse.Namespace, model: L.LightningModule, save: Callable[[L.Trainer], None]) -> None:
+    """Train a language model on the text of the command line."""
     train(
         options,
         model,
@@ -287,6 +282,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_steps=options.steps,
         limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, then print how the loss fell and what was streamed."""
+    options = parse(arguments)
+    begin(options)
+    with recipe.one_line():
+        model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
+
+    train_on_text(options, model, save=partial(save_checkpoint, options))
     return 0
 
 

@@ -1,4 +1,4 @@
-r"""Teach a language model which of two answers is preferred (DPO, arXiv 2305.18290), larger than the device or not.
+r"""Teach a language model, which need not fit in GPU memory, which of two answers is preferred (DPO, arXiv 2305.18290).
 
 The answer that was chosen should become more probable, compared with a reference, than the one that was rejected. The
 reference is the model as it was: without its adapters, or with `--train full` a frozen copy, which streams as well.
@@ -28,18 +28,10 @@ import recipe
 import torch
 from chats import Text, batch, split
 from data_files import Skipped
-from finetune_chat import check_train, make_chat_tokenizer, save_results
-from finetune_lm import (
-    MODEL_OPTIONS,
-    CausalLM,
-    add_model,
-    add_optimizer,
-    check_optimizer,
-    check_sizes,
-    make_tokenizer,
-)
+from finetune_chat import add_chat_model, check_train, make_chat_tokenizer, parse_chat_options, save_results
+from finetune_lm import MODEL_OPTIONS, CausalLM, make_tokenizer
 from long_runs import Loader, for_validation
-from lora_lm import add_adapters, add_rank, check_adapters, without_adapters
+from lora_lm import add_adapters, without_adapters
 from offline import preferences_about_http
 from pairs import Pair, encode_pair, make_pair, read_pairs
 from torch import Tensor
@@ -211,22 +203,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, epochs=3, batch_size=8, lr=5e-4, lr_by_size=True)
-    recipe.add_night(parser, "runs/finetune_preferences")
-    data = add_model(parser)
+    recipe.add_long_run(parser, "runs/finetune_preferences")
+    data = add_chat_model(parser, trained="lora")
     data.add_argument("--pairs", type=recipe.file, metavar="FILE", help="JSON lines with chosen and rejected answers")
     data.add_argument("--length", type=recipe.positive, default=256, help="tokens of both parts (default: %(default)s)")
-    parser.set_defaults(layers=4, hidden=64)
-    add_optimizer(parser)
-    add_rank(parser).add_argument("--train", choices=["full", "lora", "qlora"], default="lora", help="what is trained")
     parser.add_argument(
-        "--beta", type=recipe.amount, default=0.1, help="reward of log-probability (default: %(default)s)"
+        "--beta", type=recipe.amount, default=0.1, help="DPO's beta: reward per log-probability (default: %(default)s)"
     )
-    parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and tokenizer")
-    options = recipe.parse(parser, arguments, data="pairs", best=("val_loss", "min"))
-    check_sizes(parser, options)
-    check_optimizer(parser, options)
-    check_adapters(parser, options)
-    return options
+    return parse_chat_options(parser, arguments, data="pairs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Fine-tune an image classifier, transformer or convolutional, whose weights need not fit on the device.
+"""Fine-tune an image classifier, transformer or convolutional, whose weights need not fit in GPU memory.
 
     python examples/finetune_vision.py                       # a small ViT from transformers learns to read digits
     python examples/finetune_vision.py --model resnet        # a small ResNet from torchvision, with its BatchNorm
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import models, transforms
 from torchvision.datasets import ImageFolder
 from torchvision.models.resnet import BasicBlock, ResNet
-from training import Accuracy, Pace, begin, train
+from training import Accuracy, Pace, begin, save_checkpoint, train
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 # torchvision's weights were trained with these.
@@ -172,7 +173,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=120, batch_size=32, lr=2e-3)
-    recipe.add_night(parser, "runs/finetune_vision")
+    recipe.add_long_run(parser, "runs/finetune_vision")
     parser.add_argument(
         "--model", default="vit", metavar="NAME", help="vit, resnet, or a name of torchvision or the hub"
     )
@@ -190,17 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data = Images(options.images, options.side, options.batch_size)
         model = ImageClassifier(options.model, data.classes, options.lr)
 
-    def save(trainer: L.Trainer) -> None:
-        if options.save is not None:
-            trainer.save_checkpoint(options.save)
-
     train(
         options,
         model,
         data,
         callbacks=[Accuracy("Accuracy")],
         pace=Pace(lambda batch: len(batch[0]), "images"),
-        save=save,
+        save=partial(save_checkpoint, options),
         max_steps=options.steps,
         val_check_interval=options.eval_every or options.steps,  # once, at the end
         check_val_every_n_epoch=None,

@@ -1,4 +1,4 @@
-r"""Fine-tune a vision-language model, which answers questions about images, and need not fit on the device.
+r"""Fine-tune a vision-language model, which answers questions about images, and need not fit in GPU memory.
 
 Images and questions go through the model's own processor and chat template; the loss covers only the answers' tokens.
 
@@ -215,7 +215,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=200, batch_size=32, lr=1e-3)
-    recipe.add_night(parser, "runs/finetune_vlm")
+    recipe.add_long_run(parser, "runs/finetune_vlm")
     parser.add_argument("--model", metavar="NAME", help="a vision-language model of the hub, with a chat template")
     parser.add_argument("--examples", type=recipe.examples, metavar="FILE", help="JSON lines with image and text")
     parser.add_argument("--question", default="Number?", help="question about each image (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Runs that are left alone for a night: a learning rate that rises and falls, and data that go on where they stopped.
+"""Runs that take hours: a learning rate that rises and falls, and data that continue where they stopped.
 
 All else is Lightning's own, and `recipe.py` has its options: ModelCheckpoint, `ckpt_path`, loggers, clipping,
 accumulation. A run that was killed and resumed has the numbers of one that was not, to the last bit on a CPU.

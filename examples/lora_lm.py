@@ -1,7 +1,7 @@
 """Fine-tune a causal language model with LoRA: the base is frozen, and thin matrices beside its layers are trained.
 
-Frozen weights have no gradients and no optimizer state. In host memory, each of them takes only its stored size:
-2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only gradients of adapters come back from the device.
+Frozen weights have no gradients and no optimizer state. In CPU memory, each of them takes only its stored size:
+2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only the gradients of adapters are copied back.
 
     python examples/lora_lm.py                                          # a tiny random model, on any machine
     python examples/lora_lm.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
@@ -30,11 +30,11 @@ from finetune_lm import (
     add_optimizer,
     check_optimizer,
     check_sizes,
-    text_data,
+    train_on_text,
 )
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from training import Pace, begin, train
+from training import begin, save_checkpoint
 from transformers import PreTrainedModel
 
 LORA_OPTIONS = [*MODEL_OPTIONS, "rank", "alpha", "peft", "optimizer"]
@@ -214,10 +214,10 @@ class LoRALM(CausalLM):
 def add_rank(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the options for the adapters' size, and return their group."""
     adapters = parser.add_argument_group("adapters")
-    adapters.add_argument("--rank", type=recipe.positive, default=8, help="(default: %(default)s)")
-    adapters.add_argument("--alpha", type=recipe.amount, default=16, help="strength times rank (default: %(default)s)")
+    adapters.add_argument("--rank", type=recipe.positive, default=8, help="rank of the adapters (default: %(default)s)")
+    adapters.add_argument("--alpha", type=recipe.amount, default=16, help="scale times rank (default: %(default)s)")
     adapters.add_argument(
-        "--save-adapters", type=recipe.new_folder, metavar="FOLDER", help="write them for peft, or diffusers"
+        "--save-adapters", type=recipe.new_folder, metavar="FOLDER", help="write the adapters for peft, or diffusers"
     )
     return adapters
 
@@ -232,7 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, and report invalid options before any work begins."""
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=60, batch_size=8, lr=1e-2, lr_by_size=True)
-    recipe.add_night(parser, "runs/lora_lm")
+    recipe.add_long_run(parser, "runs/lora_lm")
     add_model_and_text(parser)
     add_optimizer(parser)
     adapters = add_rank(parser)
@@ -258,21 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")
 
     def save(trainer: L.Trainer) -> None:
-        if options.save is not None:
-            trainer.save_checkpoint(options.save)
+        save_checkpoint(options, trainer)
         if options.save_adapters is not None and trainer.is_global_zero:
             save_adapters(model.model, options.save_adapters, options.model, options.rank, options.alpha)
 
-    train(
-        options,
-        model,
-        text_data(options),
-        callbacks=[],
-        pace=Pace(lambda batch: batch[0].numel()),
-        save=save,
-        max_steps=options.steps,
-        limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
-    )
+    train_on_text(options, model, save)
     return 0
 
 

@@ -1,8 +1,7 @@
 """Pretrain a language model from scratch in a budget of time, as Cramming does (arXiv 2212.14034).
 
-What is given is how long to train, `--hours`; how many steps and tokens that makes is what comes out. The learning rate
-follows a one-cycle schedule over the time that is used: it rises until half of it is over, and falls to zero when the
-time is up, however long a step takes on this machine.
+`--hours` says how long to train; the number of steps and tokens follows from the machine. The learning rate has a
+one-cycle schedule over this time: it rises for one half of it, and falls to zero in the other.
 
     python examples/pretrain.py                           # a tiny masked model, in half a minute
     python examples/pretrain.py --objective causal        # a tiny model that predicts the next token
@@ -11,8 +10,8 @@ time is up, however long a step takes on this machine.
     python examples/pretrain.py --model google-bert/bert-large-uncased --text FOLDER --hours 24 --resume bert.ckpt
 
 `--model` names the architecture and the tokenizer; its weights are not read. With `--save`, a checkpoint is written
-every quarter of an hour and at the end. With `--resume`, a run goes on with the weights and the optimizer, the time and
-the tokens of a checkpoint, over what is left of the text. Without `--text`, it learns Python's reference manual.
+every quarter of an hour and at the end. With `--resume`, a run continues from a checkpoint, with the time and tokens
+that are left. Without `--text`, it learns Python's reference manual.
 """
 
 from __future__ import annotations

@@ -126,24 +126,25 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("running")
     run.add_argument("--seed", type=seed, default=0, help="seed of weights and order (default: %(default)s)")
-    run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="where to compute")
-    run.add_argument(
-        "--devices", type=positive, default=1, help="number of devices, with one process each (default: %(default)s)"
-    )
-    run.add_argument("--precision", choices=PRECISIONS, default="32-true", help="as in Trainer (default: %(default)s)")
+    run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
+    run.add_argument("--devices", type=positive, default=1, help="number of GPUs (default: %(default)s)")
+    run.add_argument("--precision", choices=PRECISIONS, default="32-true", help="the Trainer's (default: %(default)s)")
     stream = parser.add_argument_group("streaming")
-    stream.add_argument("--strategy", choices=["superpipeline", "auto"], default="superpipeline")
-    stream.add_argument("--k", type=auto_or_positive, default="auto", help="units on the device (default: %(default)s)")
-    stream.add_argument("--k-prime", type=positive, default=1, help="units moved together (default: %(default)s)")
-    stream.add_argument("--memory-budget", metavar="SIZE", help="device memory a step may take, such as 12GB")
+    stream.add_argument("--strategy", choices=["superpipeline", "auto"], default="superpipeline", help="auto is plain")
+    stream.add_argument("--k", type=auto_or_positive, default="auto", help="units in GPU memory (default: %(default)s)")
+    stream.add_argument("--k-prime", type=positive, default=1, help="neighbors in a unit (default: %(default)s)")
+    stream.add_argument("--memory-budget", metavar="SIZE", help="GPU memory that a step may use, such as 12GB")
     stream.add_argument(
         "--activations",
         choices=["auto", "keep", "recompute", "offload"],
         default="auto",
-        help="what happens to what units save for backward (default: %(default)s)",
+        help="what happens to activations (default: %(default)s)",
     )
     stream.add_argument(
-        "--optimizer-on", choices=["auto", "host"], default="auto", help="where they are stepped (default: %(default)s)"
+        "--optimizer-on",
+        choices=["auto", "host"],
+        default="auto",
+        help="update units where it is fastest, or on the CPU",
     )
     return parser
 
@@ -167,37 +168,37 @@ def add_training(
         train.add_argument("--epochs", type=positive, default=epochs, help="(default: %(default)s)")
     else:
         often = f"default: {steps}" if steps else "instead of --hours"
-        train.add_argument("--steps", type=positive, default=steps, help=f"optimizer steps ({often})")
-    size = "(default: %(default)s)" if batch_size else "(default: 64, or 1 with --model)"
+        train.add_argument("--steps", type=positive, default=steps, help=f"steps of the optimizer ({often})")
+    size = "rows in a batch " + ("(default: %(default)s)" if batch_size else "(default: 64, or 1 with --model)")
     train.add_argument("--batch-size", type=positive, default=batch_size, help=size)
     by_size = "; with --model, what suits its size" if lr_by_size else ""
     train.add_argument("--lr", type=amount, help=f"learning rate (default: {lr}{by_size})")
     parser.set_defaults(usual_lr=lr, lr_by_size=lr_by_size)
 
 
-def add_night(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add the options of a run that is left alone for a night."""
-    night = parser.add_argument_group("long runs")
-    night.add_argument("--clip", type=amount, metavar="NORM", help="clip gradients to this norm")
-    night.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in a step (default: 1)")
-    night.add_argument("--warmup", type=whole, default=0, metavar="N", help="steps in which the learning rate rises")
-    night.add_argument(
-        "--schedule", choices=["constant", "cosine"], default="constant", help="of the learning rate after --warmup"
+def add_long_run(parser: argparse.ArgumentParser, output: str) -> None:
+    """Add the options of runs that take hours."""
+    options = parser.add_argument_group("long runs")
+    options.add_argument("--clip", type=amount, metavar="NORM", help="clip gradients to this norm")
+    options.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches in a step (default: 1)")
+    options.add_argument("--warmup", type=whole, default=0, metavar="N", help="steps in which the learning rate rises")
+    options.add_argument(
+        "--schedule", choices=["constant", "cosine"], default="constant", help="learning rate after --warmup"
     )
-    night.add_argument("--eval-every", type=positive, metavar="N", help="validate every N batches")
-    night.add_argument("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps")
-    night.add_argument(
-        "--log-every", type=positive, default=10, metavar="N", help="steps from line to line of the log (default: 10)"
+    options.add_argument("--eval-every", type=positive, metavar="N", help="validate every N batches")
+    options.add_argument("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps")
+    options.add_argument(
+        "--log-every", type=positive, default=10, metavar="N", help="log a line every N steps (default: 10)"
     )
-    night.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in --output, if there is one"
+    options.add_argument(
+        "--resume", action="store_true", help="continue from the last checkpoint in --output, if there is one"
     )
-    night.add_argument(
+    options.add_argument(
         "--output",
         type=new_folder,
         default=output,
         metavar="FOLDER",
-        help="for what a run leaves (default: %(default)s)",
+        help="for logs and checkpoints (default: %(default)s)",
     )
 
 
@@ -243,11 +244,11 @@ def parse(
             new_folder(options.output)
         except argparse.ArgumentTypeError as error:
             parser.error(f"--output: {error}")
-        prepare_night(options, best if always_validates or options.eval_every else None)
+        prepare_long_run(options, best if always_validates or options.eval_every else None)
     return options
 
 
-def prepare_night(options: argparse.Namespace, best: tuple[str, str] | None) -> None:
+def prepare_long_run(options: argparse.Namespace, best: tuple[str, str] | None) -> None:
     """Add the callbacks of a long run, and find its checkpoint."""
     last = Path(options.output, "checkpoints", "last.ckpt")
     if options.schedule != "constant" or options.warmup:
@@ -260,7 +261,7 @@ def prepare_night(options: argparse.Namespace, best: tuple[str, str] | None) -> 
             lowest = ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, enable_version_counter=False)
             options.callbacks.append(lowest)
     if options.resume:
-        say(f"Going on from {last}" if last.is_file() else f"There is no {last} yet: the run begins")
+        say(f"Continuing from {last}" if last.is_file() else f"There is no {last} yet: training from the beginning")
     options.resume = str(last) if options.resume and last.is_file() else None
 
 

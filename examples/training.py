@@ -164,6 +164,12 @@ def train(
     return trainer
 
 
+def save_checkpoint(options: argparse.Namespace, trainer: L.Trainer) -> None:
+    """Write a checkpoint if `--save` asks for one."""
+    if options.save is not None:
+        trainer.save_checkpoint(options.save)
+
+
 def say_where(options: argparse.Namespace, trainer: L.Trainer) -> None:
     """Say where the results are."""
     places = [f"{what} in {getattr(options, name)}" for name, what in RESULTS.items() if getattr(options, name, None)]

@@ -54,7 +54,7 @@ Train and use models larger than GPU memory, with PyTorch Lightning.
 commands:
   fit, validate, test, predict   a LightningCLI for any LightningModule, streamed by default
   plan                           estimate memory and speed, also for a machine that you do not have
-  check                          compare streamed training with plain training, on your device or of your own model
+  check                          compare streamed with plain training, on your machine or of your own model
 
 `{PROGRAM} COMMAND --help` lists the arguments of a command."""
 
@@ -103,14 +103,14 @@ def _check(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} check",
         usage="%(prog)s [DEVICE] [--speed] [--steps N] [--config run.yaml | --model CLASS [--data CLASS] ...]",
-        description="Train plainly, then streamed in every way, and compare the numbers: without further arguments a "
-        "small model on your device, in seconds; else a program of yours, named by the arguments of `sp-lightning "
-        "fit`, on the CPU. DEVICE is another one, such as cuda:1. The last line is to paste into an issue.",
+        description="Train plainly, then streamed in every way, and compare the numbers: without arguments of a small "
+        "model on your GPU, in about a minute; with the arguments of `sp-lightning fit` of your own model on the CPU. "
+        "DEVICE names another device, such as cuda:1. Paste the last line into an issue.",
         allow_abbrev=False,
         exit_on_error=False,
     )
     parser.add_argument("--speed", action="store_true", help="measure how fast this machine is, in three minutes")
-    parser.add_argument("--steps", type=int, default=6, help="of a program of yours (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="steps of your own program (default: %(default)s)")
     device = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, of_program = parser.parse_known_args(arguments[device is not None :])
     try:

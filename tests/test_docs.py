@@ -23,6 +23,7 @@ DOCUMENTS = [
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "tools").glob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -91,7 +92,7 @@ def test_public_names_are_in_the_reference():
 
 def test_scripts_in_commands_exist():
     commands = "\n".join(text for document in DOCUMENTS for text in blocks(document, "bash"))
-    scripts = set(re.findall(r"\bexamples/[\w/]+\.(?:py|yaml)\b", commands))
+    scripts = set(re.findall(r"\b(?:examples|tools)/[\w/]+\.(?:py|sh|yaml)\b", commands))
     assert len(scripts) > 5
     assert not [script for script in scripts if not (ROOT / script).is_file()]
 
@@ -119,8 +120,8 @@ def anchors(document: Path) -> set[str]:
 
 def test_quoted_messages_exist():
     """Users search for the message that they got."""
-    table = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").partition("## Messages")[2]
-    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    tables = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").partition("## Errors")[2]
+    quoted = re.findall(r"(?:^\| |an error: |a warning: )`([^`]+)`(?: \||, and)", tables, re.MULTILINE)
     assert len(quoted) > 15
     package = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "sp_lightning").rglob("*.py")))
     package = re.sub(r'"\s*f?"', "", package)  # messages are written in several lines

@@ -21,8 +21,9 @@ from sp_lightning import SuperpipelineStrategy, cli
 
 from .lightning_modules import trainer
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-SCRIPTS = sorted(path for folder in (EXAMPLES, EXAMPLES / "benchmarks") for path in folder.glob("*.py"))
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path for folder in (EXAMPLES, EXAMPLES / "benchmarks", ROOT / "tools") for path in folder.glob("*.py"))
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 SMALL = ["--layers=6", "--hidden=32", "--heads=2", "--length=32", "--batch-size=4", "--accelerator=cpu"]
 

@@ -23,6 +23,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sp_lightning"
 EXAMPLES = ROOT / "examples"
+TOOLS = ROOT / "tools"
 
 # The rooms, from the lowest up: a room imports from itself and from rooms before it in this list.
 ROOMS = ["optim", "pipeline", "planning", "timeline", "trainer", "entrance"]
@@ -216,7 +217,8 @@ def test_examples_use_public_names_alone():
 def test_public_names_and_modules_have_docstrings():
     public = [name for name in sp_lightning.__all__ if not name.startswith("__")]
     assert not [name for name in public if not (getattr(sp_lightning, name).__doc__ or "").strip()]
-    assert not [path for path in modules(PACKAGE) + modules(EXAMPLES) if not ast.get_docstring(parsed(path)[0])]
+    files = [path for folder in (PACKAGE, EXAMPLES, TOOLS) for path in modules(folder)]
+    assert not [path for path in files if not ast.get_docstring(parsed(path)[0])]
 
 
 def test_every_room_is_on_the_map():
@@ -227,7 +229,7 @@ def test_every_room_is_on_the_map():
 
 
 def test_top_level():
-    allowed = {"docs", "examples", "sp_lightning", "tests"}
+    allowed = {"docs", "examples", "sp_lightning", "tests", "tools"}
     caches = {"build", "dist", "runs", "samples", "site"}
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
     assert {name for name in folders - caches if not name.endswith(".egg-info")} == allowed

@@ -75,7 +75,7 @@ def test_a_chat_recipe_that_was_killed_goes_on_with_the_same_numbers(capsys):
     assert torch.load("part/checkpoints/last.ckpt", weights_only=True)["global_step"] == step
     capsys.readouterr()
     assert_same(run("finetune_chat", *CHAT, "--resume", output="part"), whole)
-    assert "Going on from part/checkpoints/last.ckpt" in capsys.readouterr().out
+    assert "Continuing from part/checkpoints/last.ckpt" in capsys.readouterr().out
 
 
 EXACT = ["--clip=0.5", "--accumulate=2", "--warmup=2", "--schedule=cosine"]

@@ -27,6 +27,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "architecture.md"),
     *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / "tools").glob("*.md")),
 ]
 PUBLIC = [
     *(getattr(sp_lightning, name) for name in sp_lightning.__all__ if name != "__version__"),

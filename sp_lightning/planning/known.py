@@ -152,7 +152,7 @@ def of_transformers(config: Any) -> nn.Module:
 
 
 def of_shapes(shapes: dict[str, Any]) -> nn.Module:
-    """Build a model that only holds weights; `examples/benchmarks/known_models.py` has described it."""
+    """Build a model that only holds weights; `tools/known_models.py` has described it."""
     model = _layer(shapes)
     for name, other in shapes.get("tied", {}).items():
         owner, _, key = name.rpartition(".")

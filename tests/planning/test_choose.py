@@ -107,7 +107,7 @@ def test_no_choice_by_hand_is_faster() -> None:
 
 @pytest.mark.parametrize("seed", [8, 13, 62, 266])
 def test_of_random_models_no_choice_by_hand_is_faster(seed: int) -> None:
-    """Some of the cases of examples/benchmarks/random_plans.py; in the last one what is near the best draft is worse.
+    """Some of the cases of tools/random_plans.py; in the last one what is near the best draft is worse.
 
     Clipped, units visit with the weights that they bring for the next forward; else the engine sends these twice.
     """

@@ -13,7 +13,7 @@ FIGURES = json.loads(plan_machines.FILE.read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("page", plan_machines.PAGES, ids=lambda page: page.name)
 def test_pages_have_the_figures_that_were_planned(page):
-    """Else `python examples/benchmarks/plan_machines.py --pages` writes them."""
+    """Else `python tools/plan_machines.py --pages` writes them."""
     text = page.read_text(encoding="utf-8")
     assert plan_machines.with_figures(text, FIGURES) == text
 
@@ -25,8 +25,8 @@ def test_each_figure_is_on_a_page():
 
 
 def test_figures_are_those_of_the_planner():
-    """Some of them. If they differ, `python examples/benchmarks/plan_machines.py` plans all again, in minutes."""
-    for number, column in ((0, 0), (3, 2), (10, 6)):
+    """Some of them. If they differ, `python tools/plan_machines.py` plans all again, in minutes."""
+    for number, column in ((0, 0), (2, 2), (7, 6)):
         (cell,) = plan_machines.plan_machine(number, [plan_machines.MODELS[column]])
         assert FIGURES["machines"][number][column] == cell
     assert FIGURES["users"][1] == plan_machines.plan_user(1)

@@ -1,7 +1,7 @@
 """Record timelines of one model with steps of several sizes, the engine's choices, and the time that threads worked.
 
-    python examples/benchmarks/timelines.py --workload llama-3.1-8b-24g-8k --thousands 16 4 1 --output FOLDER
-    python examples/benchmarks/timelines.py --workload toy-lm-bf16 --thousands 2 1 --output FOLDER    # any laptop
+    python tools/timelines.py --workload llama-3.1-8b-24g-8k --thousands 16 4 1 --output FOLDER
+    python tools/timelines.py --workload toy-lm-bf16 --thousands 2 1 --output FOLDER    # any laptop
 
 One run trains with steps of so many thousand tokens, in this order, the first size for a few more steps because the
 engine plans in them; then with those of `--unclipped` without clipping. Of each, all but the first recorded step are
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-HERE = Path(__file__).resolve().parent
-FOLDERS = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # contain the suite, the examples, the package
+ROOT = Path(__file__).resolve().parents[1]
+# contain the suite, the examples, the package
+FOLDERS = [str(ROOT / folder) for folder in ("examples/benchmarks", "examples", ".")]
 sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
 from suite import host_memory, machine  # noqa: E402

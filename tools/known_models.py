@@ -1,7 +1,7 @@
 """Write the shapes of the models that `sp-lightning plan` knows by name, from the classes of their libraries.
 
-    python examples/benchmarks/known_models.py              # say which are not as they are written
-    python examples/benchmarks/known_models.py --write
+    python tools/known_models.py              # say which are not as they are written
+    python tools/known_models.py --write
 
 So a plan needs neither these libraries nor the seconds that importing them takes. Needs transformers and diffusers; a
 model whose library is not there stays as it is written.
@@ -23,7 +23,7 @@ from sp_lightning.planning.known import known, of_transformers
 
 # what a plan reads of a mixture of experts: how many there are, and how many of them a token passes
 _OF_MIXTURES = ("num_experts", "top_k")
-FILE = Path(__file__).resolve().parents[2] / "sp_lightning" / "planning" / "known" / "shapes.json"
+FILE = Path(__file__).resolve().parents[1] / "sp_lightning" / "planning" / "known" / "shapes.json"
 
 
 def from_library(entry: dict[str, Any]) -> nn.Module:

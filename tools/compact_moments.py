@@ -1,6 +1,6 @@
 """Train a small language model with both compact optimizers: do 8 bits for a moment cost anything?
 
-    python examples/benchmarks/compact_moments.py --json results.json
+    python tools/compact_moments.py --json results.json
 
 A transformer of bytes learns Python's reference manual. Its weights are bf16. The exact optimizer, with fp32 moments,
 has the numbers of AdamW with fp32 masters, bit for bit. The other starts from the same weights and sees the same text.

@@ -1,6 +1,6 @@
 """Collect the wheels that a GPU machine with Python 3.12 and no package registry lacks for the benchmark and the tests.
 
-    python examples/benchmarks/prepare_wheels.py          # here, into examples/benchmarks/wheels, which git ignores
+    python tools/prepare_wheels.py          # here, into tools/wheels, which git ignores
 
 The machine has torch, torchvision, pytorch-lightning, transformers and accelerate, so neither these nor their
 dependencies are collected. The rest (rivals, `lightning`, pytest and its plugins) is small, so all of it is taken

@@ -1,7 +1,7 @@
 """Benchmark the optimizer's step on the host: one unit at a time in a single pass, against torch's own step.
 
-    python examples/benchmarks/host_step.py
-    python examples/benchmarks/host_step.py --parameters 50e6 --tensors 50 5000 --threads 1 2 --json out.json
+    python tools/host_step.py
+    python tools/host_step.py --parameters 50e6 --tensors 50 5000 --threads 1 2 --json out.json
 
 As on a CPU with AVX2 alone, numba's kernels with `NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=` (empty: the name alone
 leaves it the AVX-512 of this machine), and torch's with `ATEN_CPU_CAPABILITY=avx2`.

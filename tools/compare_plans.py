@@ -1,7 +1,7 @@
 """Compare what the planner chooses now with what it chose in an earlier revision, on virtual clocks.
 
-    python examples/benchmarks/compare_plans.py                      # the last one that searched: b5f31e87
-    python examples/benchmarks/compare_plans.py --revision HEAD~3
+    python tools/compare_plans.py                      # the last one that searched: b5f31e87
+    python tools/compare_plans.py --revision HEAD~3
 
 Each revision trains the same 56 cases once, with its own planner and engine: seven machines, each with two budgets,
 moments in fp32 and in int8, clipped by norm or not. Nothing waits for real: the engine runs, and clocks say how long
@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 EARLIER = "b5f31e87"
 ROOM = (26, 60)  # units of which the weights alone would fill a budget
 PIECE = 1024  # numbers of a piece of a visit

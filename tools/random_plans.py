@@ -1,7 +1,7 @@
 """Ask of random models on random machines whether what is fixed by hand is planned to be faster than what is chosen.
 
-    python examples/benchmarks/random_plans.py                      # 500 cases
-    python examples/benchmarks/random_plans.py --cases 20 --seed 7
+    python tools/random_plans.py                      # 500 cases
+    python tools/random_plans.py --cases 20 --seed 7
 
 Each case is planned as it is, with each number of places, with each policy for activations, with all steps on the host,
 and clipped where it was not. What is printed is by how much the fastest of these is planned to be faster: where it can

@@ -1,7 +1,7 @@
 """Plan what the pages say about memory and speed, and write it into them: all planned figures are from one run.
 
-    python examples/benchmarks/plan_machines.py             # plan everything, in minutes; write planned.json, and pages
-    python examples/benchmarks/plan_machines.py --pages     # write pages from planned.json as it is
+    python tools/plan_machines.py             # plan everything, in minutes; write planned.json, and pages
+    python tools/plan_machines.py --pages     # write pages from planned.json as it is
 
 A figure of a page lies between `<!-- planned: NAME -->` and `<!-- end -->`; its name is that of a function below.
 Nothing here is measured.
@@ -27,19 +27,16 @@ from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
 from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("planned.json")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- planned: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 MACHINES = [  # a GPU, a host and its memory
     ("RTX 3060", "desktop DDR4", "32GiB"),
     ("RTX 3090", "desktop DDR4", "64GiB"),
-    ("RTX 4060 Ti", "desktop DDR5", "64GiB"),
     ("RTX 4090", "desktop DDR5", "64GiB"),
     ("RTX 4090", "desktop DDR5", "128GiB"),
     ("RTX 5090", "desktop DDR5", "192GiB"),
-    ("RTX 6000 Ada", "workstation DDR5", "256GiB"),
-    ("A10", "server DDR4", "64GiB"),
     ("L40S", "server DDR5", "256GiB"),
     ("A100", "server DDR4", "512GiB"),
     ("H100", "server DDR5", "256GiB"),
@@ -229,15 +226,19 @@ def bytes_per_parameter(figures: dict[str, Any]) -> str:
 
 
 def runs(figures: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of published runs."""
-    yield "| published run | tokens in a step | tokens/s | planned | planned over published | source, and when |"
-    yield "|" + " --- |" * 6
+    """Yield the table of published runs, and where they are published."""
+    yield "| published run | of | tokens in a step | tokens/s | planned |"
+    yield "|" + " --- |" * 5
+    system = None
     for run, (low, high) in zip(replay.RUNS, figures["replay"], strict=True):
         yield (
-            f"| {run.system}: {run.model}, {run.card} | {run.tokens:,} | {run.published:,.0f} "
-            f"| {number_range(low, high)} | {low / run.published:.2f} to {high / run.published:.2f} "
-            f"| {run.source}, {run.when} |"
+            f"| {run.system if run.system != system else ''} | {run.model}, {run.card} | {run.tokens:,} "
+            f"| {run.published:,.0f} | {number_range(low, high)} |"
         )
+        system = run.system
+    yield ""
+    sources = {run.system: f"{run.system}: {run.source}, {run.when}" for run in replay.RUNS}
+    yield f"Sources: {'; '.join(sources.values())}."
 
 
 FIGURES: dict[str, Callable[[dict[str, Any]], str | Iterator[str]]] = {

@@ -1,8 +1,8 @@
 """Measure the engine's own cost: host work per unit and step, and the time of a step relative to plain Lightning.
 
-    python examples/benchmarks/overhead.py            # both, on the CPU
-    python examples/benchmarks/overhead.py --json out.json
-    python examples/benchmarks/overhead.py --device cuda         # host work alone, beside a GPU
+    python tools/overhead.py            # both, on the CPU
+    python tools/overhead.py --json out.json
+    python tools/overhead.py --device cuda         # host work alone, beside a GPU
 
 Host work is measured on units that compute next to nothing, minus the time of a plain loop over the same modules in the
 same run, so what is left is the engine. The ratio is measured under Lightning, on blocks that compute for `--block-ms`,
