@@ -171,20 +171,20 @@ class OrderCheck:
         return number
 
     def _compare(self, later: Access, known: int) -> None:
-        kept = [later]
+        begin, end = later.begin, later.end
         known |= later.number
-        for earlier in self._live:
-            if earlier.end <= later.begin or later.end <= earlier.begin:  # most do not touch the same memory
-                kept.append(earlier)
-                continue
+        covered: set[int] = set()
+        for earlier in [access for access in self._live if access.begin < end and begin < access.end]:
             is_ordered = bool(earlier.number & known) or earlier.is_after(later) or later.is_after(earlier)
             if not is_ordered and (earlier.writes or later.writes):
                 how, before = "writes" if later.writes else "reads", "written" if earlier.writes else "read"
                 self.missing[f"{later.what} {how} what {earlier.what} may not have {before} yet"] += 1
-            is_within = later.begin <= earlier.begin and earlier.end <= later.end
-            if not (is_within and is_ordered and (later.writes or not earlier.writes)):
-                kept.append(earlier)
-        self._live = kept
+            is_within = begin <= earlier.begin and earlier.end <= end
+            if is_within and is_ordered and (later.writes or not earlier.writes):
+                covered.add(id(earlier))
+        if covered:
+            self._live = [access for access in self._live if id(access) not in covered]
+        self._live.append(later)
 
     # ---------------------------------------------------------------------------- copies, jobs, and who waits for them
 

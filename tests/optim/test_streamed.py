@@ -73,6 +73,7 @@ TORCHS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("make", "precision", "arguments"),
     [
