@@ -255,6 +255,7 @@ CAUSAL = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", CAUSAL)

@@ -203,6 +203,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_in_its_module(block: type[Block], activations: str) -> None:

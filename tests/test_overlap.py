@@ -419,6 +419,7 @@ class Leaving(Module):
             optimizer.zero_grad()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, BY_VALUE], ids=str

@@ -192,6 +192,7 @@ def test_weights_outside_of_their_unit(use):
     assert_same_training(lambda: Outside(use))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_schedulers(name):
     assert_same_training(configured(OPTIMIZERS[name]))

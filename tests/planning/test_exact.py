@@ -22,6 +22,7 @@ SHRINKS = [(6,), (4,), (2,), (1,), (1,)]
 MOMENTUM, ADAMW = partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=1e-2, weight_decay=0.1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("windows", "optimizer"),
     [(GROWS, MOMENTUM), (SHRINKS, ADAMW), (LIVES, ADAMW)],

@@ -31,7 +31,7 @@ OPTIMIZERS = {
 HALF = (1, 3, 5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("waiting", [range(7), HALF], ids=["all", "half"])
 @pytest.mark.parametrize(
     ("optimizer", "precision", "clip", "accumulate"),
