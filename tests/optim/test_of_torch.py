@@ -40,7 +40,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("cls", "options"), KINDS)
 @pytest.mark.parametrize("shape", [(77, 131), (5,), ()])
 @pytest.mark.parametrize(

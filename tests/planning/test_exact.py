@@ -56,6 +56,7 @@ def test_a_window_that_changes_at_every_step(windows: Any, optimizer: Make, trai
     assert stats.heals == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama-untied", "t5"])
 def test_families_of_models(name: str) -> None:
     """With everything that the zoo looks at: gradients, buffers, outputs in evaluation, and what is left behind."""

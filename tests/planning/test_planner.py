@@ -42,6 +42,7 @@ def trained_with_every_window(blocks: Blocks) -> list[Trained]:
     return [blocks.train(Fixed(window[:1], window), steps=5) for window in windows]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("units", [2, 5])
 @pytest.mark.parametrize("bottleneck", MACHINES)
 def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -> None:
@@ -59,6 +60,7 @@ def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -
     assert units > 2 or plan.bottleneck is bottleneck, "with more units, less is moved"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("share", "rate"), [(2.0, 5e7), (3.0, 2e6)], ids=["fast copies", "slow copies"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("error")

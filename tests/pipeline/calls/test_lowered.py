@@ -94,7 +94,6 @@ STILL_LOWERED: dict[str, Use] = {
 }
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("policy", "cache"), [("keep", True), ("keep", False), ("recompute", False)])
 @pytest.mark.parametrize("when", ["later", "in evaluation"])
 @pytest.mark.parametrize("name", [*AS_IT_IS, *SEVERAL_GRADIENTS, *STILL_LOWERED])
