@@ -43,8 +43,7 @@ def trained_with_every_window(blocks: Blocks) -> list[Trained]:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("units", [2, 5])
-@pytest.mark.parametrize("bottleneck", MACHINES)
+@pytest.mark.parametrize(("bottleneck", "units"), [(lane, units) for lane in MACHINES for units in (2, 5)])
 def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -> None:
     """Every k and number of living units is tried on the same machine; activations take the same in all."""
     blocks = MACHINES[bottleneck]
