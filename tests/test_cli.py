@@ -207,7 +207,6 @@ def test_the_program_runs(tmp_path):
         [sys.executable, "-m", "sp_lightning", "fit", f"--model={BORING}", *QUICK[:-1]],
         capture_output=True,
         text=True,
-        timeout=240,
         cwd=tmp_path,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
