@@ -71,15 +71,15 @@ class AccessCheck(TorchDispatchMode):
     def _check(self, func: Any, operands: list[tuple[Tensor, int]]) -> None:
         arrangement = self._engine.arrangement
         twins = arrangement.twins
-        masters = {storage_key(weight.host): weight for weight in arrangement.weights}
-        for living in arrangement.parameters_on_device:  # a user may have made views of one vector of all weights
-            masters.pop(storage_key(living), None)
         for _, memory in operands:
             if memory in twins and twins[memory].unit.residency is not Residency.READABLE:
                 name = twins[memory].weight.name
                 raise AssertionError(f"{func} reads weight {name!r}, whose copy to the device was not waited for.")
-        if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:
+        if len(operands) < 2 or (not isinstance(func, HigherOrderOperator) and func._schema.is_mutable):
             return
+        masters = {storage_key(weight.host): weight for weight in arrangement.weights}
+        for living in arrangement.parameters_on_device:  # a user may have made views of one vector of all weights
+            masters.pop(storage_key(living), None)
         mixed = [masters[memory].name for _, memory in operands if memory in masters]
         others = [operand for operand, memory in operands if memory not in masters and operand.dim() > 0]
         device = self._engine.device.type

@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, settings
 from . import selection
 from .access_check import steps_checked
 from .order_check import order_checked
-from .selection import is_plain, left_out, mark
+from .selection import is_plain, left_out, mark, thin_out
 
 torch.set_num_threads(1)
 
@@ -124,6 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Long tests first, the longest before all, so that of several processes none is left alone at the end."""
     for item in items:
         mark(item)
+    thin_out(items)
     if left := set(left_out(config, items)):
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]

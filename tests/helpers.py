@@ -38,6 +38,9 @@ from sp_lightning.pipeline.lanes.lanes import Job
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block, Chain
 
+PATIENCE = 60.0
+"""Seconds in which whatever does not hang is done, also where other programs use all cores of the machine."""
+
 Trace = dict[str, Any]
 Scope = Callable[[], AbstractContextManager[None]]
 

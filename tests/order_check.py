@@ -160,7 +160,8 @@ class OrderCheck:
     def touch(self, what: str, known: int, reads: Tensors, writes: Tensors, awaits: Sequence[object] = ()) -> int:
         """Compare what touches memory with what has touched it before; return its number."""
         number, self._next = self._next, self._next << 1
-        self._live = [access for access in self._live if access.number & ~self._host]  # the host asks for all else
+        done = self._host
+        self._live = [access for access in self._live if not access.number & done]  # the host asks for all else
         by = getattr(self._here, "runs", None)
         for is_written, tensors in enumerate((reads, writes)):
             for tensor in tensors:
@@ -170,18 +171,20 @@ class OrderCheck:
         return number
 
     def _compare(self, later: Access, known: int) -> None:
-        kept = [later]
-        for earlier in self._live:
-            is_ordered = bool(earlier.number & (known | later.number))
-            is_ordered |= earlier.is_after(later) or later.is_after(earlier)
-            overlaps = earlier.begin < later.end and later.begin < earlier.end
-            if overlaps and not is_ordered and (earlier.writes or later.writes):
+        begin, end = later.begin, later.end
+        known |= later.number
+        covered: set[int] = set()
+        for earlier in [access for access in self._live if access.begin < end and begin < access.end]:
+            is_ordered = bool(earlier.number & known) or earlier.is_after(later) or later.is_after(earlier)
+            if not is_ordered and (earlier.writes or later.writes):
                 how, before = "writes" if later.writes else "reads", "written" if earlier.writes else "read"
                 self.missing[f"{later.what} {how} what {earlier.what} may not have {before} yet"] += 1
-            is_within = later.begin <= earlier.begin and earlier.end <= later.end
-            if not (is_within and is_ordered and (later.writes or not earlier.writes)):
-                kept.append(earlier)
-        self._live = kept
+            is_within = begin <= earlier.begin and earlier.end <= end
+            if is_within and is_ordered and (later.writes or not earlier.writes):
+                covered.add(id(earlier))
+        if covered:
+            self._live = [access for access in self._live if id(access) not in covered]
+        self._live.append(later)
 
     # ---------------------------------------------------------------------------- copies, jobs, and who waits for them
 

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from .helpers import PATIENCE
 from .order_check import order_checked
 
 Check = Callable[[], None]
 
-_PATIENCE = timedelta(seconds=60)  # of one process with the others: a check that hangs fails
+_PATIENCE = timedelta(seconds=4 * PATIENCE)  # of one process with the others: a check that hangs fails
 
 
 def in_processes(checks: Sequence[Check], count: int = 2) -> None:

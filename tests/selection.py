@@ -1,11 +1,13 @@
 """Which tests a plain `pytest` runs: each promise once, in two or three minutes. `pytest --all` runs the others, too.
 
 A test that takes long has one of the marks below, by its file or by a decorator. A plain run leaves marked tests out,
-unless somebody asks for them: by `-m`, by `--all`, or by naming their file.
+unless somebody asks for them: by `-m`, by `--all`, or by naming their file. Of a grid with `one_in(3)` it runs every
+third case: those on the diagonals, so that each value is there with some others.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ MARKS = {
     "processes": "starts several processes that train together",
     "recipes": "trains a recipe of examples/",
     "second_device": "runs on the CUDA runtime that is made for tests",
-    "slow": "takes more than three seconds of CPU time",
+    "slow": "takes long, or shows again what a shorter test shows",
 }
 """What pyproject.toml says, too; the tests compare the two."""
 
@@ -39,7 +41,6 @@ FILES = {
 
 ONE_OF_EACH = (
     "pipeline/gradients/test_processes.py::test_single_things",
-    "test_compile.py::test_lightning",
     "test_compile.py::test_training_is_exact[compile=True",
     "test_examples.py::test_recipes_refuse",
     "test_examples.py::test_scripts_can_be_imported",
@@ -54,8 +55,8 @@ is_short = False
 
 
 def draws(count: int) -> int:
-    """Return how many random programs to draw: a third in a plain run, all where their file or `--all` is asked for."""
-    return count // 3 if is_short else count
+    """Return how many random programs to draw: a fifth in a plain run, all where their file or `--all` is asked for."""
+    return count // 5 if is_short else count
 
 
 def is_plain_run(config: pytest.Config) -> bool:
@@ -74,9 +75,26 @@ def mark(item: pytest.Item) -> None:
             item.add_marker(name)
 
 
+def thin_out(items: list[pytest.Item]) -> None:
+    """Mark as slow the cases of grids with `one_in` whose places in the lists of `parametrize` do not add up to it."""
+    lists: defaultdict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
+    for item in items:
+        grid = item.get_closest_marker("one_in")
+        if grid is None:
+            continue
+        place = 0
+        for parametrize in item.iter_markers("parametrize"):
+            names = parametrize.args[0]
+            values = [item.callspec.params[name] for name in (names.split(", ") if isinstance(names, str) else names)]
+            seen = lists[item.nodeid.partition("[")[0], str(names)]
+            place += seen.setdefault(tuple(map(id, values)), len(seen))
+        if place % grid.args[0]:
+            item.add_marker("slow")
+
+
 def is_plain(item: pytest.Item) -> bool:
     """Whether a plain run has it."""
-    return not any(item.get_closest_marker(name) for name in MARKS)
+    return MARKS.keys().isdisjoint(mark.name for mark in item.iter_markers())
 
 
 def left_out(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:

@@ -45,6 +45,7 @@ ZOO = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_recomputing_is_exact(name: str) -> None:
     """Losses, gradients, weights, buffers, random states and what hooks have seen."""
@@ -611,6 +612,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:
     monkeypatch.setattr(HostBackend, "memory", lambda self: memory_with(nbytes))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("room", [0, 100_000, 10**9])
 @pytest.mark.parametrize("name", ["gpt2-tied", "stochastic-depth", "two-graphs"])
 @pytest.mark.filterwarnings("ignore:superpipeline. .* are available")

@@ -102,6 +102,7 @@ def test_a_right_program(check: Check, tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

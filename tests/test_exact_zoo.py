@@ -27,14 +27,18 @@ def grid() -> list[object]:
     """For each model the smallest window and another one; those that more tests train, or that take long, have one.
 
     Under autocast, every other model has the smallest window: here, it is the others that do. Every other model begins
-    with a sanity check, whatever the window, as plain training is then the same.
+    with a sanity check, whatever the window, as plain training is then the same. A plain run has one window of each.
     """
     chosen = []
     for number, (name, case) in enumerate(CASES.items()):
         windows = [(1, 1), OTHERS[number // 2 % 2]]
         if case.heavy or case.autocast or case.lightning:
             windows = [windows[number % 2]]
-        chosen += [(name, *window, number % 2 == 0) for window in windows]
+        plain = number // 4 % len(windows)
+        chosen += [
+            pytest.param(name, *window, number % 2 == 0, marks=[pytest.mark.slow] * (place != plain))
+            for place, window in enumerate(windows)
+        ]
     return chosen
 
 
@@ -45,12 +49,8 @@ def test_zoo_is_exact(name: str, k: int, k_prime: int, sanity: bool) -> None:
     assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=sanity))
 
 
-def one_in(count: int, names: list[str]) -> list[object]:
-    """Mark as slow what a plain run leaves out: it has one of these names."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (i % count > 0)) for i, name in enumerate(names)]
-
-
-@pytest.mark.parametrize("name", one_in(3, [name for name, case in CASES.items() if case.autocast]))
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.autocast])
 def test_zoo_is_exact_under_autocast(name: str) -> None:
     """Streaming weights that are already cast gives autocast's own numbers, with its cache or without (Lightning)."""
     has_cache = list(CASES).index(name) % 2 == 0
@@ -58,6 +58,7 @@ def test_zoo_is_exact_under_autocast(name: str) -> None:
     assert_exact(CASES[name], options, Plan.of(CASES[name], autocast=True, cast_cache=has_cache, sanity=has_cache))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lightning])
 def test_zoo_is_exact_under_lightning(name: str) -> None:
     """The Trainer with our strategy against the Trainer with its own: sanity check, accumulation, clipping and all."""

@@ -34,7 +34,6 @@ def run(script: str, *arguments: str, code: int = 0) -> str:
         [sys.executable, str(EXAMPLES / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
     )

@@ -103,11 +103,13 @@ ZOO = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ZOO)
 def test_models_of_the_zoo(name):
     assert_same_numbers(partial(of_zoo, name), units=CASES[name].units)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"activations": "recompute"}, {"k": "auto", "memory_budget": "1GiB"}], ids=str)
 @pytest.mark.parametrize(("name", "precision"), [("chain", "bf16-mixed"), ("siamese", "16-mixed")])
 def test_mixed_precision(name, precision, options):
@@ -283,6 +285,7 @@ def trained(fabric: Fabric, steps: int, path: Path, resume: Path | None = None) 
     return {label: value for label, value in trace.items() if "loss" not in label}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("second", STRATEGIES)
 @pytest.mark.parametrize("first", STRATEGIES)
 def test_resume_in_both_directions(tmp_path, first, second):

@@ -27,6 +27,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes, Progress
 from sp_lightning.trainer.host_memory import materialize
 
+from .helpers import PATIENCE
 from .lightning_modules import Base, fit, streamed, trainer
 from .processes import in_processes, new_process
 
@@ -169,7 +170,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], here: Path, seconds: int) -> None:
+def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], here: Path, seconds: float) -> None:
     """Train in this process; without a way to end, it does so when it notices that the other one has."""
     os.chdir(here)
     os.environ.update(variables)
@@ -199,21 +200,21 @@ def test_a_process_that_ends_is_an_error_in_the_others(moment: str, rank: int, w
     variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     arguments = [(way if each == rank else None, {**variables, "LOCAL_RANK": str(each)}) for each in range(2)]
     is_late = way in ("hang", "leave out")
-    seconds = 5 if is_late else 60
+    seconds = 10 if is_late else 4 * PATIENCE
     processes = [new_process(train_to_the_end, moment, *each, Path.cwd(), seconds) for each in arguments]
     other = processes[1 - rank]
     try:
         if not is_late:
-            processes[rank].join(120)
+            processes[rank].join(2 * PATIENCE)
         began = time.monotonic()
-        other.join(120)
+        other.join(2 * PATIENCE)
     finally:
         for process in processes:
             process.kill()
     errors = Path(f"errors of {1 - rank}").read_text()
     assert other.exitcode not in (None, 0, -9), errors
     assert "Error" in errors
-    assert is_late or time.monotonic() - began < 30
+    assert is_late or time.monotonic() - began < PATIENCE
     for path in Path("kept").glob("*.ckpt"):
         assert torch.load(path, weights_only=False)["state_dict"], path
     assert Path("kept/step=2.ckpt").exists()

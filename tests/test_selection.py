@@ -20,7 +20,8 @@ else:
 def test_marks_are_declared():
     pytest_options = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     declared = dict(line.split(": ", 1) for line in pytest_options["markers"])
-    assert {name: text for name, text in declared.items() if name != "gpu"} == MARKS
+    assert {name: text for name, text in declared.items() if name in MARKS} == MARKS
+    assert declared.keys() - MARKS == {"gpu", "one_in(count)"}
 
 
 def test_files_and_tests_exist():
@@ -35,7 +36,8 @@ def runs(arguments: list[str], marks: str | None, markexpr: str = "", everything
     """Whether a test of tests/test_compile.py that has a mark, or none, runs."""
     options = {"all": everything, "markexpr": markexpr}
     config = SimpleNamespace(getoption=options.get, args=arguments, invocation_params=SimpleNamespace(dir=TESTS.parent))
-    item = SimpleNamespace(path=TESTS / "test_compile.py", get_closest_marker=lambda name: name == marks)
+    its_marks = [pytest.mark.parametrize.mark, SimpleNamespace(name=marks)]
+    item = SimpleNamespace(path=TESTS / "test_compile.py", iter_markers=lambda: its_marks)
     return not left_out(config, [item])
 
 
@@ -57,6 +59,26 @@ def test_a_plain_run_leaves_marked_tests_out(arguments: list[str]):
 )
 def test_who_asks_for_a_test_gets_it(arguments: list[str], asked_by: dict[str, object]):
     assert runs(arguments, "compile", **asked_by)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("letter", "abcd")
+@pytest.mark.parametrize(("number", "name"), [(1, "one"), (2, "two"), (3, "three")])
+def test_a_plain_run_has_a_third_of_a_grid(letter: str, number: int, name: str, request: pytest.FixtureRequest):
+    """This is one: each letter is there, and each number."""
+    is_on_diagonal = ("abcd".index(letter) + number - 1) % 3 == 0
+    assert is_plain(request.node) is is_on_diagonal
+
+
+def test_each_value_of_a_grid_is_in_a_plain_run(request: pytest.FixtureRequest):
+    """Where all cases of a grid were collected."""
+    shown: dict[bool, set[tuple[str, str, int]]] = {True: set(), False: set()}
+    for item in request.session.items:
+        if item.get_closest_marker("one_in") and len([*item.iter_markers("parametrize")]) > 1:
+            test = item.nodeid.partition("[")[0]
+            shown[is_plain(item)] |= {(test, name, id(value)) for name, value in item.callspec.params.items()}
+    assert shown[True]
+    assert not shown[False] - shown[True]
 
 
 def is_plain_by_name(name: str) -> bool:

@@ -154,9 +154,7 @@ def test_the_page_in_a_browser(tmp_path, dark, machine, lanes, label):
         "--disable-background-networking", "--disable-component-update", "--window-size=1400,700",
         f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}",
     ]  # fmt: skip
-    done = subprocess.run(
-        [CHROMIUM, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([CHROMIUM, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = re.search(r'<pre id="report">(.+)</pre>', done.stdout)
     assert found is not None, done.stderr

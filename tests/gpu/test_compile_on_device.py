@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,10 +60,14 @@ def test_compiled_blocks_are_exact(backend: str, activations: str, device: torch
     assert_same_trace(expected, actual)
 
 
+@cache
+def compiled_attention() -> Any:
+    """When a test asks for it: the call imports inductor, which takes seconds."""
+    return torch.compile(flex_attention)
+
+
 class Attention(nn.Module):
     """Attends with a function that is compiled on its own, as it must be on long sequences."""
-
-    attend = staticmethod(torch.compile(flex_attention))
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +75,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
-        return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.out(compiled_attention()(q, k, v).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["fp32", "bf16-mixed"])

@@ -20,6 +20,7 @@ from .parts import CASES, compare
 pytest.importorskip("numba")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize(("cls", "options", "scaling", "dtype"), CASES)
 def test_no_bit_differs(cls: Any, options: Any, scaling: Any, dtype: Any, moments: str) -> None:

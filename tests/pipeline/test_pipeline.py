@@ -146,13 +146,13 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_end_without_detach() -> None:
     """A thread that was still stepping when the interpreter ended used to abort it."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _ENDS_WHILE_STEPPING],
         capture_output=True,
         text=True,
-        timeout=120,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -332,4 +332,4 @@ def test_a_backward_that_begins_is_not_taken_for_one_that_failed(monkeypatch: py
 def in_a_thread(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(5)
+    thread.join(helpers.PATIENCE)

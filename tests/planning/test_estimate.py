@@ -86,6 +86,7 @@ def train(module: LightningModule, precision: str) -> None:
     trainer.fit(module, range(5))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("build", "precision"),
     [(llama, "32-true"), (llama, "bf16-mixed"), (t5, "32-true"), (vit, "bf16-mixed"), (vit, "bf16-true")],
@@ -181,6 +182,7 @@ def estimated(name, place):
     return estimate(named_model(known_as), Assumptions(optimizer_on=place, **assumed))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("model", "memory", "on_host", "seconds", "before"),
     [
@@ -215,6 +217,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model", "precision", "kept", "recomputed"), COUNTED)
 def test_what_is_saved_and_what_logits_take(model, precision, kept, recomputed):
     """Within 5 %, or half a GiB."""

@@ -17,6 +17,7 @@ from sp_lightning.pipeline.lanes.lanes import Job, Worker
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Machine
 
+from ...helpers import PATIENCE
 from ..parts import RecordingBackend, pretend_a_device
 
 
@@ -42,7 +43,7 @@ def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
     worker.submit(Job(lambda: done.append("something else")))
     waiting = threading.Thread(target=worker.drain, daemon=True)
     waiting.start()
-    waiting.join(5)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
     with pytest.raises(RuntimeError, match="device-side assert triggered"):
         failed.join()

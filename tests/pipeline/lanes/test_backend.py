@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.lanes.lanes import Job, Worker
 
+from ...helpers import PATIENCE
 from ..parts import PendingTicket, host_backend
 
 
@@ -23,7 +24,7 @@ def names() -> set[str]:
 
 def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
     worker, done, gate = Worker("test-thread"), list[str](), threading.Event()
-    worker.submit(Job(lambda: (gate.wait(10), None)[1]))
+    worker.submit(Job(lambda: (gate.wait(PATIENCE), None)[1]))
     worker.submit(Job(lambda: done.append("given first"), rank=9))
     worker.submit(
         Job(lambda: done.append("not ready"), [worker.submit(Job(lambda: done.append("before it"), rank=8))], rank=0)
@@ -81,7 +82,7 @@ def test_poison_stands_where_nothing_may_be_read(dtype: torch.dtype) -> None:
         backend.invalidate(memory)
         assert memory.view(dtype).isnan().all()
         memory.zero_()
-        backend._up.submit(Job(lambda: (gate.wait(5), None)[1]))
+        backend._up.submit(Job(lambda: (gate.wait(PATIENCE), None)[1]))
         ticket = backend.upload(memory, filled(0))
         assert memory.view(dtype).isnan().all()
         gate.set()

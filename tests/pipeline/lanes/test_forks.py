@@ -19,6 +19,7 @@ from sp_lightning import superpipeline
 from sp_lightning.pipeline import HostBackend, Pipeline
 from sp_lightning.pipeline.lanes.lanes import Job
 
+from ...helpers import PATIENCE
 from ...zoo.blocks import WIDTH, Block, chain
 from ..parts import RecordingBackend
 
@@ -41,9 +42,9 @@ def in_fork(look: Callable[[], Any]) -> Any:
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     try:
-        assert there.poll(20), "it hangs"
+        assert there.poll(PATIENCE), "it hangs"
         found = there.recv()
-        process.join(20)
+        process.join(PATIENCE)
         assert process.exitcode == 0, "it hangs at its end"
         return found
     finally:
@@ -58,7 +59,7 @@ def go_on() -> Iterator[threading.Event]:
 
     def waiting(self: HostBackend, job: Job) -> Any:
         action = job.action
-        job.action = lambda: (event.wait(60), action())[1]
+        job.action = lambda: (event.wait(PATIENCE), action())[1]
         return work(self, job)
 
     with patch.object(HostBackend, "work", waiting):
@@ -104,12 +105,12 @@ def test_what_is_there_is_read(look: Callable[[nn.Module], Any], is_locked: bool
     def hold() -> None:
         with pipeline._engine.at_work:
             held.set()
-            done.wait(60)
+            done.wait(PATIENCE)
 
     thread = threading.Thread(target=hold)
     if is_locked:
         thread.start()
-        held.wait(60)
+        held.wait(PATIENCE)
     found = in_fork(lambda: look(pipeline.module))
     done.set()
     assert found == look(pipeline.module)

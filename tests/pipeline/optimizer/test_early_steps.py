@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, Stats
 
+from ...helpers import PATIENCE
 from .parts import (
     WIDTH,
     Own,
@@ -139,7 +140,7 @@ def test_units_that_cannot_be_stepped_in_backward_are_stepped_after_it(why: str,
     assert stats.steps_in_backward == steps or (k_prime > 1 and stats.steps_in_backward < steps)
 
 
-@pytest.mark.timeout(30)  # landing buffers that are not given back would be waited for, for ever
+@pytest.mark.timeout(2 * PATIENCE)  # landing buffers that are not given back would be waited for, for ever
 @pytest.mark.parametrize("count", [5, 16])
 @pytest.mark.parametrize("why", ["incomplete", "another graph needs weights"])
 def test_lower_gradients_that_were_not_stepped_in_backward_are_kept(why: str, count: int) -> None:

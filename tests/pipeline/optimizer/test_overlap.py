@@ -23,6 +23,7 @@ from sp_lightning.pipeline.optimizer import unit_steps
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FUSED_KERNELS
 from tests.helpers import torchs_defaults
 
+from ...helpers import PATIENCE
 from .parts import (
     WIDTH,
     Own,
@@ -41,11 +42,11 @@ Step = Callable[[nn.Module, Optimizer], Any]
 
 @contextmanager
 def held_up(pipeline: Pipeline | None) -> Iterator[threading.Event]:
-    """Work on the host does not begin before the event is set, or whatever needs it would wait for ten seconds."""
+    """Work on the host does not begin before the event is set, or whatever needs it would wait for a minute."""
     gate = threading.Event()
     if pipeline is not None:
         pipeline.backend.drain()  # what an earlier step left behind would be held up, too, and a step needs it
-        pipeline.backend._host.submit(Job(lambda: (gate.wait(10), None)[1]))  # type: ignore[attr-defined]
+        pipeline.backend._host.submit(Job(lambda: (gate.wait(PATIENCE), None)[1]))  # type: ignore[attr-defined]
     try:
         yield gate
     finally:
@@ -67,6 +68,7 @@ def open_soon(gate: threading.Event) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "AdamW": {"amsgrad": True}}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("alone", "lowered", "clips"), [(WIDTH, True, True), (1 << 16, False, False), (1 << 16, True, True)]
 )

@@ -57,6 +57,7 @@ WAYS = [(clip, early, micro) for clip, early in [(None, False), (None, True), (0
 SOME = [(0.01, False, 1), (None, True, 2)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "clip", "in_backward", "accumulate"),
     [(name, *way) for name in OPTIMIZERS for way in (WAYS if name in ("AdamW", "ours") else SOME)],
@@ -66,6 +67,7 @@ def test_a_visit_has_the_bits_of_a_step_on_the_host(name: str, clip: Any, in_bac
     assert visits == 4 * 6, "from the second step on"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_under_autocast(name: str) -> None:
     """Norms are sent as they are, beside copies in bf16; what is sent lies in page-locked memory, sums and masters."""
