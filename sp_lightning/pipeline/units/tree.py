@@ -1,26 +1,21 @@
 """A module tree as the search for units sees it: its weights, their bytes, and which of them stay on the device.
 
-And what of it moves to the device, and back.
-
 To manage a parameter is to point it to memory of the engine's own, which must be possible without anybody noticing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import mul
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sp_lightning.pipeline.torch_private import contains_others, parts_of, without_compile
+from sp_lightning.pipeline.torch_private import parts_of, without_compile
 from sp_lightning.pipeline.weights.buffers import is_dense
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized, move_parameter
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
-
-HOST = torch.device("cpu")
 
 
 class Tree:
@@ -117,12 +112,6 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
                 yield f"{module_name}.{key}" if module_name else key, module, parameter
 
 
-def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that the engine can manage, but that are not on the host."""
-    masters = [weight.master for weight in Tree(root, ()).weights.values()]
-    return [master for master in masters if master.device.type not in ("cpu", "meta")]
-
-
 def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
     """Tell whether the engine can point a parameter to other memory: plain and dense, or quantized."""
     if isinstance(owner, torch.jit.ScriptModule):
@@ -154,58 +143,3 @@ def _tied_by_memory(root: nn.Module) -> set[int]:
             reached = device, end
             furthest = key
     return tied
-
-
-# Moving what a module has besides the weights that stream: it lives on the device. Buffers do, because BatchNorm saves
-# and changes these very tensors. So does what a `to` or an `_apply` of a user's own moves: the anchors of a detector,
-# the states of a metric, a teacher in a list. And so do parameters that cannot stream.
-
-
-def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
-    """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""
-    parameters = list(root.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    staying = set(map(id, [*parameters, *gradients]))
-    # with the tensor itself, or another one might get its identity
-    moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def move(tensor: Tensor) -> Tensor:
-        if id(tensor) in staying:
-            return tensor
-        if id(tensor) not in moved:
-            # validation may come first, training later
-            with torch.inference_mode(not is_lazy(tensor) and tensor.is_inference()):
-                moved[id(tensor)] = tensor, tensor.to(device)
-        return moved[id(tensor)][1]
-
-    def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-
-    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    places = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
-    # parameters that consist of other tensors: `_apply` would exchange all that they are
-    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]
-    for parameters_of_module, key, _ in hidden:
-        parameters_of_module[key] = None
-    vars(root)["_apply"] = apply
-    try:
-        root.to(device)
-    finally:
-        del vars(root)["_apply"]
-        for parameters_of_module, key, parameter in hidden:
-            parameters_of_module[key] = parameter
-
-
-def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that are elsewhere, with their gradients; the Parameter objects stay the same."""
-    for parameter in parameters:
-        if parameter.device != device:
-            with torch.inference_mode(parameter.is_inference()):
-                move_parameter(parameter, device)
-
-
-def copy_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters memory of their own, with their values."""
-    for parameter in parameters:
-        for part in parts_of(parameter):
-            part.data = part.data.clone(memory_format=torch.preserve_format)
