@@ -54,24 +54,24 @@ class _Backward(Protocol):
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_unit", "_version", "alias", "twin")
+    __slots__ = ("_readers", "alias", "twin", "version")
 
     def __init__(self, twin: Twin, tensor: Tensor) -> None:
         with without_torch_function():
             self.twin = twin
             self.alias = tensor.detach() if contains_others(tensor) else tensor
-            self._version = twin.version()
-        self._unit = twin.unit
-        self._unit.handles += 1
+            self.version = twin.version()
+        self._readers = twin.unit.readers
+        self._readers.handles += 1
 
     @property
     def is_changed(self) -> bool:
         """Whether the weight has changed since it was saved."""
         with without_torch_function():
-            return self.twin.version() != self._version
+            return self.twin.version() != self.version
 
     def __del__(self) -> None:
-        self._unit.handles -= 1
+        self._readers.handles -= 1
 
 
 class Kept:
@@ -183,11 +183,13 @@ class SavedTensors:
             return packed.get()
         if type(packed) is _Handle:
             tensor = packed.alias
-            twin = self.twins.get(storage_key(tensor))
+            twin = self.twins.get(storage_key(tensor))  # not that of its first place: leaves may lie elsewhere since
             name = f"weight {packed.twin.weight.name!r}"
             if twin is None:  # it lies elsewhere since
                 raise outdated_graph_error(name)
-            if packed.is_changed:
+            with without_torch_function():
+                is_changed = packed.twin.version() != packed.version
+            if is_changed:
                 raise _changed_in_place(name)
         elif isinstance(packed, Offloaded):
             if self.backward is None:  # detached since

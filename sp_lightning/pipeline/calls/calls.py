@@ -97,7 +97,7 @@ class Calls:
             engine.activations.begin_step()
             engine.order.begin_step()
             for unit in engine.window.units:
-                unit.has_aliases = unit.has_raw_readers = False
+                unit.readers.has_aliases = unit.readers.has_raw_readers = False
         engine.arrangement.unused_in_step = not goes_on
         engine.arm_guard()
         with engine.at_work:
@@ -317,7 +317,7 @@ class Calls:
                     entry.weight.master.requires_grad_(twin.parameter.requires_grad)
                     backward.follow_requires_grad(twin)
             for unit in member.needed:
-                if unit.has_aliases:  # which show what the forward has written
+                if unit.readers.has_aliases:  # which show what the forward has written
                     engine.window.write_back(unit.weights)
             if not (member.running_calls or (member.unit and member.unit.is_reached)):
                 member.put_back_masters()

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.segment import NOTHING, Segment
 from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Twin, Weight
 
 _ROW = 1024  # numbers in a row of what a fingerprint is made of
 
 
 class Residency(enum.Enum):
-    """Whether a unit's bytes are on the device."""
+    """Whether a unit's bytes are on the device; `Unit.become` alone changes it."""
 
     ABSENT = enum.auto()
     """Its place holds nothing, or another unit's bytes, or some that are out of date."""
@@ -34,6 +34,32 @@ class Residency(enum.Enum):
     """Copies to the device have been asked for; computing has yet to wait for their tickets."""
     READABLE = enum.auto()
     """Computing waits for the copy, so everything computed from now on sees the bytes."""
+
+
+# pairs, as a set would call Python code to hash an enum's members
+_TRANSITIONS = (
+    (Residency.ABSENT, Residency.COMING),
+    (Residency.COMING, Residency.READABLE),
+    (Residency.COMING, Residency.ABSENT),
+    (Residency.READABLE, Residency.ABSENT),
+)
+
+
+@dataclass
+class Readers:
+    """Who may still read a unit's weights where they lie on the device, or in their masters, besides its calls."""
+
+    handles: int = 0  # saved tensors of live graphs that are its weights, or views of them
+    calls_to_come: int = 0  # calls of live graphs that no backward has reached yet
+    # whether somebody has an alias of a master that was taken in this step
+    has_aliases: bool = False
+    # whether a custom Function was given one of its weights in this step, and may read it in backward
+    has_raw_readers: bool = False
+
+    @property
+    def are_in_graphs(self) -> bool:
+        """Whether a backward that is still to come may read the weights."""
+        return self.handles > 0 or self.calls_to_come > 0
 
 
 class StepOnDevice(Protocol):
@@ -55,11 +81,10 @@ class Unit:
         # all weights of a unit that lives on the device, whose `weights` is empty
         self.weights_on_device: list[Weight] = []
         self.members: list[Member] = []
-        self.is_reached = False  # whether backward has reached it, so that its modules hold twins
-
-        # where it lies
         # its number among the units of the window, in expected order; -1 for a single weight
         self.index = -1
+
+        # where it lies
         self.segments: Sequence[Segment] = []  # the host memory that it is copied from
         self.nbytes = 0  # bytes it takes on the device
         # units whose places overlap its own; if there are none, it is loaded only when its masters have changed
@@ -69,19 +94,17 @@ class Unit:
         self.is_followed = False
 
         # what is there at the moment
+        self.residency = Residency.ABSENT
         # forward calls that are inside of it now; while there are any, it may not be evicted
         self.users = 0
-        self.residency = Residency.ABSENT  # whether its bytes are on the device
+        self.is_reached = False  # whether backward has reached it, so that its modules hold twins
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
         # of its bytes before the call inside of it, if that is watched for writes that torch does not count
         self.fingerprint: Tensor | None = None
         self.suspect = False  # whether its masters may have changed since they were last checked
-        # whether somebody has an alias of a master that was taken in this step, and may read it
-        self.has_aliases = False
-        # whether a custom Function was given one of its weights in this step, and may read it in backward
-        self.has_raw_readers = False
-        self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
-        self.calls_to_come = 0  # how many calls of live graphs no backward has reached yet
+        self.readers = Readers()
+
+        # its optimizer step
         # an optimizer's work on its masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
         # whether its optimizer steps are made on the device, where state visits for them
@@ -98,10 +121,27 @@ class Unit:
         """All of its weights, wherever they live."""
         return self.weights + self.weights_on_device
 
+    def become(self, residency: Residency) -> None:
+        """Note that its bytes are asked for, can be read, or are gone."""
+        assert (self.residency, residency) in _TRANSITIONS, f"{self.name}: {self.residency} to {residency}"
+        self.residency = residency
+
+    def abandon(self) -> None:
+        """Treat it as absent, with no call inside, whatever is there: after an exception, or for another place."""
+        self.residency = Residency.ABSENT
+        self.users = 0
+        self.suspect = True
+        self.uploads.clear()
+        self.fingerprint = None
+        for segment in self.segments:
+            segment.lying = NOTHING
+
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory, and its weights' twins lie there."""
-        self.place, begin = place, 0
+        assert self.residency is Residency.ABSENT, self.name
+        self.place = place
         self.fingerprint = None
+        begin = 0
         for segment in self.segments:
             segment.place = place[begin : begin + segment.nbytes]
             begin += segment.nbytes
@@ -110,6 +150,7 @@ class Unit:
 
     def leave_place(self) -> None:
         """Let go of the device memory; nothing is left there, nor in what twins graphs have besides."""
+        assert self.residency is Residency.ABSENT, self.name
         self.place = torch.empty(0, dtype=torch.uint8, device="cpu")
         for segment in self.segments:
             segment.place = self.place
@@ -125,7 +166,8 @@ class Unit:
         self.is_followed = any(segment.is_followed for segment in segments)
 
     def watch(self) -> None:
-        """Notice changes of its bytes, which can be read, until it is asked for them."""
+        """Notice changes of its bytes until it is asked for them."""
+        assert self.residency is Residency.READABLE, self.name
         if self.fingerprint is None and self.nbytes:
             self.fingerprint = _fingerprint(self.place)
 

@@ -330,5 +330,5 @@ class Arrangement:
                 twin.close()
         for segment in self.segments:
             segment.copies.clear()
-        if not any(unit.handles for unit in self.in_window):  # else a graph holds weights
+        if not any(unit.readers.handles for unit in self.in_window):  # else a graph holds weights
             self.leave_places()
