@@ -46,7 +46,7 @@ class EarlyStep(Step):
         unit = of_segment.unit
         # weights apart would have to wait for the step, and an alias must not show it before backward is over
         readers = unit.readers
-        if unit.resident or unit.apart or readers.handles or readers.has_aliases:
+        if unit.resident or unit.split_off or readers.handles or readers.has_aliases:
             return False
         if readers.has_raw_readers and readers.calls_to_come:
             return False
@@ -63,8 +63,8 @@ class EarlyStep(Step):
         if not unit.is_followed:  # else its step is counted
             self.use(of_segment.trained)
         steps.step(unit, self)
-        if unit.visit is not None:
-            unit.visit.begin(in_place=False)
+        if unit.pending_device_step is not None:
+            unit.pending_device_step.begin(in_place=False)
         if unit in self.awaited and averages is None:
             steps.finish([unit])
         unit.is_ahead = averages is not None

@@ -56,25 +56,25 @@ def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, owners: Itera
     """Make a member whose call may use the weights that `owners` have themselves."""
     member = Member(tree.names[id(module)], module, unit)
     for owner in owners:
-        for key, parameter in owner._parameters.items():
+        for name, parameter in owner._parameters.items():
             if parameter is not None and id(parameter) in tree.weights:
-                member.every_entry.append(Entry(owner._parameters, key, tree.weights[id(parameter)]))
+                member.every_entry.append(Entry(owner._parameters, name, tree.weights[id(parameter)]))
         if isinstance(owner, nn.RNNBase):
-            weights = [tree.weights[id(p)] for p in owner._flat_weights if id(p) in tree.weights]
-            if len(weights) == len(owner._flat_weights):
-                member.recurrent.append((owner, weights))
+            managed = [tree.weights[id(weight)] for weight in owner._flat_weights if id(weight) in tree.weights]
+            if len(managed) == len(owner._flat_weights):
+                member.recurrent.append((owner, managed))
     return member
 
 
 def _add_other_entrances(tree: Tree, units: Sequence[Unit]) -> None:
     """Make members of other parts of units that modules around these may call: a compiled self, or a module inside."""
-    unit_of = {id(part): unit for unit in units for member in unit.members for part in member.module.modules()}
+    unit_around = {id(inner): unit for unit in units for member in unit.members for inner in member.module.modules()}
     entrances = {id(member.module) for unit in units for member in unit.members}
     for module in tree.root.modules():
-        if id(without_compile(module)) in unit_of:
+        if id(without_compile(module)) in unit_around:
             continue
         for child in module.children():
-            unit = unit_of.get(id(without_compile(child)))
+            unit = unit_around.get(id(without_compile(child)))
             if unit is not None and id(child) not in entrances and is_called(child):
                 entrances.add(id(child))
                 unit.members.append(_make_member(tree, child, unit, child.modules()))
@@ -86,14 +86,14 @@ def _add_modules_outside(tree: Tree, units: Sequence[Unit], resident: Unit) -> l
     Those of the latter that own no weights are returned: they have no unit, and their calls open a step.
     """
     entered = [member.module for unit in (*units, resident) for member in unit.members]
-    in_units = {id(part) for module in entered for part in module.modules()}
+    in_units = {id(inner) for module in entered for inner in module.modules()}
     covered = set(in_units)
     callers: list[Member] = []
     for module in tree.root.modules():
         if id(module) in covered or not is_called(module) or isinstance(module, torch.jit.ScriptModule):
             continue
         owners: Iterable[nn.Module] = [without_compile(module)]
-        is_around_units = module is tree.root or any(id(part) in in_units for part in module.modules())
+        is_around_units = module is tree.root or any(id(inner) in in_units for inner in module.modules())
         if not is_around_units and tree.may_be_member(module):
             owners = list(module.modules())
             covered.update(map(id, owners))

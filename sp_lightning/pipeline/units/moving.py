@@ -31,7 +31,7 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
     parameters = list(root.parameters())
     gradients = [parameter.grad for parameter in parameters]
     staying = set(map(id, [*parameters, *gradients]))
-    # with the tensor itself, or another one might get its identity
+    # each entry holds the tensor itself, or another one might get its identity
     moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def move(tensor: Tensor) -> Tensor:
@@ -47,18 +47,21 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
         return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    places = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
-    # parameters that consist of other tensors: `_apply` would exchange all that they are
-    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]
-    for parameters_of_module, key, _ in hidden:
-        parameters_of_module[key] = None
+    # parameters that consist of other tensors are hidden from `_apply`, which would exchange all that they are
+    hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and contains_others(parameter):
+                hidden.append((module._parameters, name, parameter))
+    for parameters_of_module, name, _ in hidden:
+        parameters_of_module[name] = None
     vars(root)["_apply"] = apply
     try:
         root.to(device)
     finally:
         del vars(root)["_apply"]
-        for parameters_of_module, key, parameter in hidden:
-            parameters_of_module[key] = parameter
+        for parameters_of_module, name, parameter in hidden:
+            parameters_of_module[name] = parameter
 
 
 def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:

@@ -28,31 +28,31 @@ class Tree:
         split: Collection[str] = (),
     ) -> None:
         self.root = root
-        # also of modules that say they equal others, which torch leaves out
-        named = list(root.named_modules(remove_duplicate=False))
-        self.names = {id(module): name for name, module in reversed(named)}
+        # modules that say they equal others have names, too: torch would leave them out
+        named_modules = list(root.named_modules(remove_duplicate=False))
+        self.names = {id(module): name for name, module in reversed(named_modules)}
         # weights that the engine can manage, by the identity of the parameter
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
         self._split = split
         self._collect_weights()
-        stay = set(map(id, self._named(resident)))
-        self.resident = {weight for key, weight in self.weights.items() if key in stay}
-        for key, weight in list(self.weights.items()):
+        # weights that the user wants to stay on the device
+        self.resident = {self.weights[id(master)] for master in self._named(resident) if id(master) in self.weights}
+        for identity, weight in list(self.weights.items()):
             if weight in self.resident and isinstance(weight, QuantizedWeight):
-                # nobody notices uses outside of its module
-                del self.weights[key]
+                # the engine would not notice uses of it outside of its module
+                del self.weights[identity]
                 self.unmanaged[weight.name] = weight.master
-        streams = self.weights.keys() - stay
         self._bytes = {
-            id(module): sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in streams)
-            for _, module in named
+            id(module): sum(weight.nbytes for weight in self.weights_of(module) if weight not in self.resident)
+            for _, module in named_modules
         }
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def weights_of(self, module: nn.Module) -> list[Weight]:
         """Return the weights at and below a module."""
-        return [self.weights[id(p)] for p in module.parameters() if id(p) in self.weights]
+        parameters = list(module.parameters())
+        return [self.weights[id(parameter)] for parameter in parameters if id(parameter) in self.weights]
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""
@@ -100,16 +100,17 @@ def is_called(module: nn.Module) -> bool:
     """Tell whether a module has a forward at all; parents can only reach into containers without one."""
     # not by `getattr`, which would run the descriptor of a scripted module, nor by `inspect.getattr_static`, which
     # `torch.compile` would trace when it meets the engine in a model
-    of_class = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    return of_class is not nn.Module.forward or "forward" in vars(module)
+    forwards = [vars(base)["forward"] for base in type(module).__mro__ if "forward" in vars(base)]
+    return forwards[0] is not nn.Module.forward or "forward" in vars(module)
 
 
 def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Yield full name, owner and parameter for every place of every parameter (shared ones once per place)."""
     for module_name, module in root.named_modules():
-        for key, parameter in module._parameters.items():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{module_name}.{key}" if module_name else key, module, parameter
+                yield prefix + name, module, parameter
 
 
 def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
@@ -125,21 +126,24 @@ def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
 
 def _tied_by_memory(root: nn.Module) -> set[int]:
     """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
-    spans: list[tuple[str, int, int, int]] = []  # device, first byte, end, owner
+    spans: list[tuple[str, int, int, int]] = []  # device, first byte, byte after the last one, identity of the owner
     for owner in [*root.parameters(), *root.buffers()]:
         for part in parts_of(owner):
             is_plain = type(part.data) is Tensor and part.layout is torch.strided
-            # none if empty, or a meta tensor
-            if is_plain and not is_lazy(part) and (start := part.data_ptr()):
-                last = sum(map(mul, (size - 1 for size in part.shape), part.stride()))
-                spans.append((str(part.device), start, start + (last + 1) * part.itemsize, id(owner)))
+            if not is_plain or is_lazy(part):
+                continue
+            first_byte = part.data_ptr()
+            if first_byte:  # else it is empty, or a meta tensor
+                last_element = sum(map(mul, (size - 1 for size in part.shape), part.stride()))
+                after = first_byte + (last_element + 1) * part.itemsize
+                spans.append((str(part.device), first_byte, after, id(owner)))
     tied: set[int] = set()
-    reached = ("", 0)  # on which device, and up to where, there are spans so far
-    furthest = 0  # the owner of the one that ends there
-    for device, start, end, key in sorted(spans):
-        if (device, start) < reached:
-            tied |= {key, furthest}
-        if (device, end) > reached:
-            reached = device, end
-            furthest = key
+    reached = ("", 0)  # the device, and the byte on it, up to which there are spans so far
+    furthest_owner = 0  # whose span ends there
+    for device, first_byte, after, owner_identity in sorted(spans):
+        if (device, first_byte) < reached:
+            tied |= {owner_identity, furthest_owner}
+        if (device, after) > reached:
+            reached = device, after
+            furthest_owner = owner_identity
     return tied

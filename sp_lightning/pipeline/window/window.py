@@ -177,7 +177,7 @@ class Window(MasterAccess):
             if not stepped.isdisjoint(segment.weights):
                 segment.note_change()
         unit.suspect = False
-        for other in unit.apart:
+        for other in unit.split_off:
             other.suspect = True
             for segment in other.segments:
                 segment.note_change()
@@ -215,8 +215,8 @@ class Window(MasterAccess):
             if not ticket.done:
                 unit.uploads.append(ticket)
         step = unit.being_stepped if self.is_being_stepped(unit) else None
-        if unit.visit is not None:
-            unit.uploads.append(unit.visit.begin())
+        if unit.pending_device_step is not None:
+            unit.uploads.append(unit.pending_device_step.begin())
             step = None
         for segment in unit.segments:
             if segment.lying == segment.epoch:
