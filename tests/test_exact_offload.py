@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
-from sp_lightning.pipeline.activations.offload import HostPool
+from sp_lightning.pipeline.activations.host_pool import HostPool
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
@@ -60,7 +60,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostPool]]
 
     monkeypatch.setattr(HostPool, "take", watched)
     yield pools
-    assert all(pool.held == 0 for pool in pools)
+    assert all(pool.nbytes == 0 for pool in pools)
 
 
 def offloading(k: int, activations: ActivationPolicy = "offload") -> PipelineOptions:
@@ -208,7 +208,7 @@ def test_growing_batches_do_not_pile_up() -> None:
         for rows in range(1_000, 20_000, 1_000):
             pipe.stats.clear()
             pipe.module(torch.randn(rows, 12)).sum().backward()
-            assert 0 < pipe._engine.offloader.pool.held <= 1.5 * pipe.stats.offloaded_bytes
+            assert 0 < pipe._engine.offloader.pool.nbytes <= 1.5 * pipe.stats.offloaded_bytes
 
 
 def test_a_graph_may_be_dropped_by_any_thread() -> None:
@@ -221,4 +221,4 @@ def test_a_graph_may_be_dropped_by_any_thread() -> None:
             thread.join()
         pipe.stats.clear()
         pipe.module(Run.rows(0)).sum().backward()
-        assert pipe._engine.offloader.pool.held <= 2 * 4096 * pipe.stats.offloaded_bytes
+        assert pipe._engine.offloader.pool.nbytes <= 2 * 4096 * pipe.stats.offloaded_bytes

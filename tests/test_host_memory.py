@@ -62,7 +62,7 @@ class Compares(L.Callback):
             return  # gradients of the last step are still there, perhaps where a former arrangement has put them
         pipeline = trainer.strategy.pipeline
         summary = pipeline.summary()
-        told = summary.host_bytes + summary.host_gradient_bytes + pipeline._engine.offloader.pool.held
+        told = summary.host_bytes + summary.host_gradient_bytes + pipeline._engine.offloader.pool.nbytes
         assert self.mapped.nbytes() == told
         self.most = max(self.most, told)
         self.arrangements = pipeline.stats.arrangements

@@ -37,7 +37,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.room import Room
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.tree import move_all_but_parameters, move_parameters
+from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.autocast import Autocasts
 from sp_lightning.pipeline.weights.segment import HostMemory

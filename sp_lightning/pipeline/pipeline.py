@@ -26,7 +26,7 @@ from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
-from sp_lightning.pipeline.units.tree import HOST, move_parameters, weights_on_accelerators
+from sp_lightning.pipeline.units.moving import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 _attached: set[Pipeline] = set()

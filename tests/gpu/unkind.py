@@ -59,7 +59,7 @@ PAGEABLE = {
     "pipeline/optimizer/clipping.py: measure_others": "norms, of what lives on the device: the host waits once",
     "pipeline/optimizer/living.py: move_state": "a plan has a unit live on the device, or no longer",
     "pipeline/pipeline.py: _give_back": "buffers, as the module is given back",
-    "pipeline/units/tree.py: move": "buffers, as the module is attached",
+    "pipeline/units/moving.py: move": "buffers, as the module is attached",
     "pipeline/weights/quantized.py: move_parameter": "a plan has a unit live on the device, or no longer",
     "trainer/checkpoint_io.py: state_dict_on_host": "a checkpoint, of what lives on the device",
     "trainer/precision.py: _unscale_grads_": "a factor, of what lives on the device",

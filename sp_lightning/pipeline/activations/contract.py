@@ -31,7 +31,7 @@ from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
-_COMPARED = 1 << 16  # numbers of an output that are compared: all of a small one
+_COMPARED = 1 << 16  # about how many numbers of an output are compared: all of a small one
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
@@ -67,26 +67,25 @@ class Inputs:
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         data = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         self._leaves = [(id(leaf), None if id(leaf) in data else leaf) for leaf in leaves]
-        self._requires_grad = [(key, tensor.requires_grad) for key, tensor in data.items()]
+        self._requires_grad = [(identity, tensor.requires_grad) for identity, tensor in data.items()]
         plain = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
         self.storages = set(map(storage_key, plain))
-        self.held = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
+        self._packed = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
         self.weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        # what is given that may change, as a cache does
+        # the class of an argument that may change, as a cache does; None if there is none
         self.changeable = next((type(leaf).__name__ for leaf in leaves if may_change(leaf)), None)
 
     @property
     def are_changed(self) -> bool:
         """Whether a tensor among the arguments was changed in place since the call."""
-        return any(held.is_changed for held in self.held)
+        return any(packed.is_changed for packed in self._packed)
 
     def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for another call."""
-        tensors = {
-            key: saved.unpack(held).detach().requires_grad_(requires_grad)
-            for (key, requires_grad), held in zip(self._requires_grad, self.held, strict=True)
-        }
-        leaves = [tensors.get(key, leaf) for key, leaf in self._leaves]
+        tensors: dict[int, Tensor] = {}
+        for (identity, requires_grad), packed in zip(self._requires_grad, self._packed, strict=True):
+            tensors[identity] = saved.unpack(packed).detach().requires_grad_(requires_grad)
+        leaves = [tensors.get(identity, leaf) for identity, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
@@ -116,21 +115,23 @@ class Surroundings:
             for kind in {device.type, "cpu"}
         ]
         self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
-        # of this thread, as autograd's has another; torch 2.9 does not tell it after `set_default_device(None)`
+        # this thread's default device, as autograd's has another; torch 2.9 does not tell it after
+        # `set_default_device(None)`
         self._default_device = torch.empty(0).device
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
-        # not the modules' own dictionaries: what lies there may lead to the graph that leads here
+        # modules with copies of their dictionaries: what lies in these may lead to the graph that leads here
         self._modules: list[tuple[ref[nn.Module], bool, dict[str, Tensor | None]]] = []
-        # versions of masters tell nothing, as optimizers step them
+        # masters are not watched: their versions tell nothing, as optimizers step them
         watched: list[Tensor] = [
             weight for weight in weights if isinstance(weight, TwinParameter) or not isinstance(weight, CopiedPlainly)
         ]
         for module in modules:
             buffers = {name: _copy_of_small(buffer) for name, buffer in module._buffers.items()}
             self._modules.append((ref(module), module.training, buffers))
-            watched += [
-                large for name, large in buffers.items() if large is not None and large is module._buffers[name]
-            ]
+            for name, buffer in buffers.items():
+                is_large = buffer is module._buffers[name]
+                if buffer is not None and is_large:
+                    watched.append(buffer)
             parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
             watched += [parameter for parameter in parameters if not isinstance(parameter, CopiedPlainly)]
         with without_torch_function():
@@ -179,7 +180,7 @@ def _leave_as_found(found: Iterable[tuple[Any, ...]]) -> None:
         current.update(attributes)
         module._buffers.clear()
         module._buffers.update(buffers)
-        # not those that are there: they may be others by now, as they are sent in another dtype
+        # parameters that are there stay: they may be others by now, as they are sent in another dtype
         module._parameters.update({**parameters, **module._parameters})
 
 
@@ -196,8 +197,8 @@ def numbers_of(output: Any) -> list[Tensor]:
     for tensor in tensors_in(output):
         if tensor.layout is torch.strided and not tensor.is_nested and not contains_others(tensor):
             flat = tensor.detach().as_subclass(Tensor).reshape(-1)
-            some = flat[:: len(flat) // _COMPARED + 1].resolve_conj().clone()
-            numbers.append(torch.view_as_real(some) if some.is_complex() else some)
+            sample = flat[:: len(flat) // _COMPARED + 1].resolve_conj().clone()
+            numbers.append(torch.view_as_real(sample) if sample.is_complex() else sample)
     return numbers
 
 

@@ -39,7 +39,7 @@ _COMPARED_BYTES = 1 << 24  # of a tensor, in a look
 _PROTOCOL = 5
 _MOST_OBJECTS = 100_000  # in a picture; what leads to more, as to a whole Trainer, counts as changed
 _PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}
-# what may have a state in which no forward is interested, or that nobody sees
+# kinds whose objects may have a state in which no forward is interested, or that nobody sees
 _BY_IDENTITY = (
     type, enum.Enum, ModuleType, FunctionType, logging.Logger, torch._ops.OperatorBase, torch._ops.OpOverloadPacket,
     torch.Stream, torch.Event, fx.Graph,
@@ -54,7 +54,7 @@ def may_change(value: Any) -> bool:
         return may_change(value.__self__)
     if kind is frozenset:
         return any(map(may_change, value))
-    if kind is Tensor:  # in whose place another one is given, without attributes that a user has set
+    if kind is Tensor:  # the second forward gets another one, without attributes that a user has set
         return bool(value.__dict__)
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter) and bool(attributes_of(value))
@@ -83,36 +83,36 @@ class Look:
 
     def __init__(self, modules: Sequence[nn.Module], given: Sequence[Any]) -> None:
         self._modules = modules
-        self._given = [value for value in given if not may_change(value)]  # as for others, the unit keeps anyway
+        # what may change is not looked at: a unit that is given such a thing keeps what it saves anyway
+        self._given = [value for value in given if not may_change(value)]
         buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        self._large = [buffer for buffer in buffers if not is_small_buffer(buffer)]
-        self._seen: list[Any] = []  # held, so that no other object gets the identity of one
+        self._large_buffers = [buffer for buffer in buffers if not is_small_buffer(buffer)]
+        self._seen: list[Any] = []  # objects in pictures; holding them keeps their identities from being given again
         self._before = dict(self._read())
 
     def obstacle(self) -> str | None:
         """Return what keeps the forward, which is over, from running again, as a phrase; None if nothing was seen."""
-        before, after = self._before, dict(self._read())
-        for key in {**before, **after}:
-            if before.get(key) != after.get(key):
-                return key[1]
+        after = dict(self._read())
+        for key in {**self._before, **after}:
+            if self._before.get(key) != after.get(key):
+                _, difference = key
+                return difference
         return None
 
     def _read(self) -> Iterator[tuple[tuple[int, str], object]]:
         """Yield pictures by a number and what a difference means."""
-        yield (
-            (0, "draws random numbers that are not torch's"),
-            self._picture([random.getstate(), numpy.random.get_state()]),
-        )
+        generators = [random.getstate(), numpy.random.get_state()]
+        yield (0, "draws random numbers that are not torch's"), self._picture(generators)
         yield (0, "changes what it is given"), self._picture(self._given)
-        yield (0, "changes a large buffer in place"), self._picture(self._large)
+        yield (0, "changes a large buffer in place"), self._picture(self._large_buffers)
         for number, module in enumerate(self._modules):
             yield (number, "replaces a part of itself"), [*map(id, module._modules.values())]
             # a weight of ours is there as its master or as its twin
             others = {name: value for name, value in module._parameters.items() if not isinstance(value, CopiedPlainly)}
             for name, value in {**others, **attributes_of(module)}.items():
                 if name not in STATE_OF_MODULES:
-                    does = f"changes its attribute {name!r} (or that cannot be pickled, to be compared)"
-                    yield (number, does), self._picture(value)
+                    difference = f"changes its attribute {name!r} (or that cannot be pickled, to be compared)"
+                    yield (number, difference), self._picture(value)
 
     def _picture(self, value: Any) -> object:
         digest = hashlib.blake2b()
@@ -158,9 +158,11 @@ class _Reader(pickle.Pickler):
             state.append(id(value))
         else:
             reduce = copyreg.dispatch_table.get(type(value))
-            own = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
-            # a name, or a tuple in which items come by iterators
-            state.append(own if isinstance(own, str) else [*own[:3], *map(list, filter(None, own[3:5]))])
+            reduction = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
+            if not isinstance(reduction, str):  # a name; else a tuple, in which items come by iterators
+                items = [list(iterator) for iterator in reduction[3:5] if iterator is not None]
+                reduction = [*reduction[:3], *items]
+            state.append(reduction)
         return list, (), state  # which nobody makes
 
 

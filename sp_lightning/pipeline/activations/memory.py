@@ -38,7 +38,7 @@ class Footprint(NamedTuple):
         )
 
 
-class Held:
+class Charge:
     """Memory that counts as long as this object lives, in whichever thread that ends."""
 
     __slots__ = ("__weakref__", "_stats", "nbytes")
@@ -71,60 +71,70 @@ class Meter:
 
     def __init__(self, backend: Backend, stats: Stats, always: bool = True) -> None:
         self.counts = always  # whether it counts in this step
-        # the identities of buffers, and of weights that live on the device; held, as a buffer may be replaced
+        # identities of the memory of buffers, and of weights that stay on the device; a reference keeps an identity
+        # from being given again, as a buffer may be replaced
         self.uncounted: dict[int, StorageWeakRef] = {}
         self.step_peak = 0  # the most bytes that were held since the step began
         self.always = always  # whether to count in all steps, from the next one on
         self._backend = backend
         self._stats = stats
-        self._by_memory: WeakValueDictionary[int, Held] = WeakValueDictionary()
-        self._before = 0  # the bytes that were held as the stretch began
-        self._peak = 0  # the most since
-        # what is allocated whatever is computed; None if the device does not tell
+        self._by_memory: WeakValueDictionary[int, Charge] = WeakValueDictionary()
+        self._before = 0  # bytes that were held as the stretch began
+        self._peak = 0  # most bytes that were held since
+        # bytes that are allocated whatever is computed; None if the device does not tell
         self._baseline: int | None = None
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Count the memory of these tensors no longer, and that of all others."""
         self.uncounted = {}
         for tensor in tensors:
-            if key := storage_key(tensor):
+            memory_key = storage_key(tensor)
+            if memory_key:
                 storage = parts_of(tensor)[0].untyped_storage()
-                self.uncounted[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self.uncounted[memory_key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-    def hold(self, tensor: Tensor) -> Held | None:
+    def hold(self, tensor: Tensor) -> Charge | None:
         """Count the memory of a tensor until the returned object is dropped; None if it does not count."""
-        key = storage_key(tensor) if self.counts else 0
-        if key == 0 or key in self.uncounted:
+        memory_key = storage_key(tensor) if self.counts else 0
+        if memory_key == 0 or memory_key in self.uncounted:
             return None
         if tensor.device != self._backend.device or isinstance(tensor, nn.Parameter):
             return None
-        held = self._by_memory.get(key)
-        if held is None:
-            held = self._by_memory[key] = Held(tensor.untyped_storage().nbytes(), self._stats)
+        charge = self._by_memory.get(memory_key)
+        if charge is None:
+            charge = Charge(tensor.untyped_storage().nbytes(), self._stats)
+            self._by_memory[memory_key] = charge
             self._peak = max(self._peak, self._stats.activation_bytes)
             self.step_peak = max(self.step_peak, self._peak)
-        return held
+        return charge
 
     def begin_step(self) -> None:
         """Begin a step, which has a peak of its own, and which nobody measures yet."""
         self.counts = self.always
         self._baseline = None
-        self.step_peak = self._before = self._peak = self._stats.activation_bytes
+        self._begin_stretch()
+        self.step_peak = self._peak
 
     def measure(self, inputs: Sequence[Tensor]) -> None:
         """Count in this step, and find out what operations take, before a unit's call with these inputs."""
         self.counts = True
         memory = self._backend.count_peak_anew()
-        # allocated, and held as soon as the call has begun
-        held = [self.hold(tensor) for tensor in inputs]
+        # inputs are allocated, and count as soon as the call has begun
+        charges = [self.hold(tensor) for tensor in inputs]
         self._baseline = None if memory is None else memory.allocated - self._stats.activation_bytes
-        del held
+        del charges
 
     def end_stretch(self) -> Stretch:
         """End a stretch, and begin another."""
         operations = 0
-        if self._baseline is not None and (memory := self._backend.count_peak_anew()) is not None:
-            operations = max(0, memory.peak - self._baseline - self._peak)
+        if self._baseline is not None:
+            memory = self._backend.count_peak_anew()
+            if memory is not None:
+                operations = max(0, memory.peak - self._baseline - self._peak)
         stretch = Stretch(self._before, self._peak - self._before, operations)
-        self._before = self._peak = self._stats.activation_bytes
+        self._begin_stretch()
         return stretch
+
+    def _begin_stretch(self) -> None:
+        self._before = self._stats.activation_bytes
+        self._peak = self._before

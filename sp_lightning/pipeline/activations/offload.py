@@ -28,11 +28,9 @@ the copy.
 
 from __future__ import annotations
 
-import bisect
 import enum
 import threading
 from collections import deque
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary, ref
 
@@ -40,11 +38,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.pipeline.activations.memory import Held, Meter
-from sp_lightning.pipeline.host_memory import available_host_memory
+from sp_lightning.pipeline.activations.host_pool import HostPool
+from sp_lightning.pipeline.activations.memory import Charge, Meter
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
-from sp_lightning.pipeline.stats import Stats, readable_bytes
+from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.buffers import HostBuffer
@@ -52,37 +50,38 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
 # a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
 _WASTE = 64
-_PAGE = 4096  # what a buffer on the host takes at least
-_size = attrgetter("nbytes")
 
 _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
 """Memory that an activation no longer needs, and a copy into or out of it that nothing has waited for yet."""
 
 
 class Stage(enum.Enum):
-    """How far an activation is on its way to the host and back."""
+    """How far an activation is on its way to the host and back; `Activation` alone changes it."""
 
-    DEVICE = enum.auto()  # on the device, where it was computed
-    LEAVING = enum.auto()  # on the device; the copy to the host was started
-    HOST = enum.auto()  # on the host only
-    # the copy to the device was started, and `unpack` makes computing wait for its ticket
+    DEVICE = enum.auto()
+    """It is on the device, where it was computed."""
+    LEAVING = enum.auto()
+    """It is on the device, and the copy to the host was started."""
+    HOST = enum.auto()
+    """It is on the host only."""
     BACK = enum.auto()
+    """The copy to the device was started; `unpack` makes computing wait for its ticket."""
 
 
 class Activation:
     """A storage that autograd saved tensors of."""
 
-    def __init__(self, tensor: Tensor, unit: str, held: Held | None, leftovers: deque[_Leftover]) -> None:
-        self.unit = unit  # the name of the one that saved it first
+    def __init__(self, tensor: Tensor, unit: str, charge: Charge | None, leftovers: deque[_Leftover]) -> None:
+        self.unit = unit  # name of the unit that saved it first
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.version = tensor._version  # when it was saved
+        self.version = tensor._version  # version of the tensor when it was saved
         self.stage = Stage.DEVICE
-        # in its memory: the first tensor that was saved, without the node that saves it, or what it was fetched into
+        # a tensor in its memory: the first one that was saved, without the node that saves it, or what it came back to
         self.device: Tensor | None = tensor.detach()
-        self.held = held  # while that memory counts
-        self.host: HostBuffer | None = None  # its copy
-        self.ticket: Ticket | None = None  # the copy that nothing has waited for yet
-        # while this lives, no other storage gets the same identity
+        self.charge = charge  # for the memory on the device
+        self.host: HostBuffer | None = None  # the copy on the host
+        self.ticket: Ticket | None = None  # a copy that nothing has waited for yet
+        # no other storage gets the same identity while this reference lives
         self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._leftovers = leftovers
         self._was_changed = False
@@ -95,16 +94,36 @@ class Activation:
             return self.device._version != self.version
         return self._was_changed
 
+    def leave(self, host: HostBuffer, ticket: Ticket) -> None:
+        """Note that a copy to the host was started."""
+        assert self.stage is Stage.DEVICE
+        self.stage = Stage.LEAVING
+        self.host = host
+        self.ticket = ticket
+
     def release(self) -> None:
         """Release the memory that it was computed in, now that the host has a copy."""
+        assert self.stage is Stage.LEAVING
         self._was_changed = self.is_changed
         self.stage = Stage.HOST
-        self.device = self.held = self.ticket = None
+        self.device = None
+        self.charge = None
+        self.ticket = None
 
     def stay(self) -> None:
         """Stay on the device, as the copy to the host may have failed."""
+        assert self.stage is Stage.LEAVING
         self.stage = Stage.DEVICE
-        self.host = self.ticket = None
+        self.host = None
+        self.ticket = None
+
+    def come_back(self, device: Tensor, charge: Charge | None, ticket: Ticket) -> None:
+        """Note that a copy to this device memory was started."""
+        assert self.stage is Stage.HOST
+        self.stage = Stage.BACK
+        self.device = device
+        self.charge = charge
+        self.ticket = ticket
 
     def __del__(self) -> None:
         if self.host is not None:  # autograd may free it in any thread: only leave a note
@@ -135,70 +154,15 @@ class Bundle:
 
     def __init__(self, member: Member, leaves: bool) -> None:
         self.name = member.unit_name
-        self.leaves = leaves  # whether they are to be offloaded
-        # the one that was completed before; backward needs it next
+        self.leaves = leaves  # whether the activations are to be offloaded
+        # the bundle that was completed before; backward needs it next
         self.before: Bundle | None = None
-        self.saved: list[ref[Activation]] = []  # in order, once for each tensor in them
+        self.saved: list[ref[Activation]] = []  # activations in order, once for each tensor in them
 
     def alive(self) -> list[Activation]:
         """Return the activations that autograd has not dropped yet."""
         activations = dict.fromkeys(reference() for reference in self.saved)
         return [activation for activation in activations if activation is not None]
-
-
-class HostPool:
-    """Lends host memory to activations that leave the device for a while.
-
-    Each step asks for the same sizes, so the first one allocates and page-locks the buffers, which costs more than
-    copying, and all others use them again. Where sizes differ from step to step (sentences of any length), a buffer
-    also serves what is smaller, and those that are too small make room for a larger one.
-    """
-
-    def __init__(self, backend: Backend, stats: Stats) -> None:
-        self.held = 0  # bytes that the pool has
-        self._backend = backend
-        self._stats = stats
-        self._buffers: set[HostBuffer] = set()
-        self._free: list[HostBuffer] = []  # by their size
-
-    def take(self, nbytes: int) -> HostBuffer:
-        """Lend a buffer of at least so many bytes: the smallest there is."""
-        size = -(-nbytes // _PAGE) * _PAGE
-        place = bisect.bisect_left(self._free, size, key=_size)
-        if place < len(self._free):
-            return self._free.pop(place)
-        if self._free:  # all too small: they make room
-            self._stats.host_syncs += 1
-            self._backend.drain()  # the device may still be reading what was given back
-            self._release(self._free)
-        free = available_host_memory()
-        if free is not None and size > free:
-            raise RuntimeError(
-                f"CPU memory is too small for offloaded activations: {readable_bytes(self.held)} "
-                f"are in use, {readable_bytes(size)} more are needed and "
-                f"{readable_bytes(free)} are free. Use a smaller batch, `activations='recompute'`, "
-                "or a machine with more memory."
-            )
-        buffer = HostBuffer(size, self._backend, pin=True)
-        self._buffers.add(buffer)
-        self.held += size
-        return buffer
-
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
-        if buffer in self._buffers:  # not if the pool was closed meanwhile
-            bisect.insort(self._free, buffer, key=_size)
-
-    def close(self) -> None:
-        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
-        self._release(list(self._buffers))
-
-    def _release(self, buffers: list[HostBuffer]) -> None:
-        self._buffers.difference_update(buffers)
-        self._free = []
-        for buffer in buffers:
-            self.held -= buffer.nbytes
-            buffer.release()
 
 
 class Offloader:
@@ -211,9 +175,9 @@ class Offloader:
         self._stats = stats
         self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
-        # of calls under way, innermost last; None for those without a graph
+        # bundles of calls under way, innermost last; None for calls without a graph
         self.open: list[Bundle | None] = []
-        self._leaving: list[Activation] = []  # held, for their copies read them
+        self._leaving: list[Activation] = []  # activations whose copies may still read them
         self._leftovers: deque[_Leftover] = deque()
 
     def send(self, bundle: Bundle) -> None:
@@ -223,15 +187,15 @@ class Offloader:
                 if activation.stage is not Stage.DEVICE:
                     continue
                 assert activation.device is not None
-                storage, nbytes = activation.device.untyped_storage(), activation.nbytes
-                memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                activation.host = self.pool.take(nbytes)
-                target, trace = activation.host.bytes[:nbytes], self._backend.trace
-                activation.ticket = trace.download(Kind.OFFLOAD, bundle.name, target, memory)
-                activation.stage = Stage.LEAVING
+                storage = activation.device.untyped_storage()
+                source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                host = self.pool.take(activation.nbytes)
+                target = host.bytes[: activation.nbytes]
+                ticket = self._backend.trace.download(Kind.OFFLOAD, bundle.name, target, source)
+                activation.leave(host, ticket)
                 self._leaving.append(activation)
-                self._stats.bytes_to_host += nbytes
-                self._stats.offloaded_bytes += nbytes
+                self._stats.bytes_to_host += activation.nbytes
+                self._stats.offloaded_bytes += activation.nbytes
 
     def release_sent(self) -> None:
         """Free the device memory of what was sent, and host memory that autograd has dropped.
@@ -252,16 +216,15 @@ class Offloader:
             return None
         if not self._may_leave(tensor):
             return None
-        key = storage_key(tensor)
+        memory_key = storage_key(tensor)
         with self._lock:
-            activation = self._by_memory.get(key)
+            activation = self._by_memory.get(memory_key)
             if activation is None or activation.version != tensor._version:
-                held = self._meter.hold(tensor)
-                activation = Activation(tensor, bundle.name, held, self._leftovers)
-                self._by_memory[key] = activation
+                charge = self._meter.hold(tensor)
+                activation = Activation(tensor, bundle.name, charge, self._leftovers)
+                self._by_memory[memory_key] = activation
             bundle.saved.append(ref(activation))
-            place = tensor.storage_offset(), tensor.size(), tensor.stride()
-            return Offloaded(activation, tensor.dtype, *place)
+            return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _may_leave(self, tensor: Tensor) -> bool:
         """Tell whether a tensor's memory is plain, on the device, large, needed, and not there for good."""
@@ -301,23 +264,20 @@ class Offloader:
         with self._lock:
             self.release_sent()
             for needed in (bundle, bundle.before):
-                # what was saved last is used first
-                for activation in reversed([] if needed is None else needed.alive()):
+                if needed is None:
+                    continue
+                for activation in reversed(needed.alive()):  # what was saved last is used first
                     if activation.stage is Stage.HOST:
                         self._fetch(activation)
 
     def _fetch(self, activation: Activation) -> None:
         assert activation.host is not None
-        nbytes = activation.nbytes
-        device = self._backend.allocate(nbytes)
-        source = activation.host.bytes[:nbytes]
+        device = self._backend.allocate(activation.nbytes)
+        source = activation.host.bytes[: activation.nbytes]
         ticket = self._backend.trace.upload(Kind.FETCH, activation.unit, device, source)
-        activation.stage = Stage.BACK
-        activation.device = device
-        activation.ticket = ticket
-        activation.held = self._meter.hold(device)
-        self._stats.bytes_to_device += nbytes
-        self._stats.fetched_bytes += nbytes
+        activation.come_back(device, self._meter.hold(device), ticket)
+        self._stats.bytes_to_device += activation.nbytes
+        self._stats.fetched_bytes += activation.nbytes
 
     def _reclaim_host_memory(self, landed: bool) -> None:
         """Give the pool back the host memory of what autograd has dropped; all copies may be known to have landed."""

@@ -17,6 +17,7 @@ much or more was saved at the last turn (by a loss over large logits), and under
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,38 +43,38 @@ class AutoPolicy:
 
     def __init__(self, second_forwards: SecondForwards, policies: Mapping[str, Policy]) -> None:
         self.policies = policies  # by the names of units; others recompute
-        # the policy that each member has in this step, if it was called
+        # policies that members have in this step, as far as they were called
         self.in_use: dict[str, Policy] = {}
-        # the most that was taken at the turn, after the last unit's forward: by a loss, say
+        # most bytes that were taken at the turn, after the last unit's forward: by a loss, say
         self.turn_bytes = 0
-        # the most that was saved outside of units elsewhere: by a norm between them, say
+        # most bytes that were saved outside of units elsewhere: by a norm between them, say
         self.outside_bytes = 0
         self._second_forwards = second_forwards
-        # whether calls that recompute are measured in this step, as one was that nothing was known of
+        # whether calls that recompute are measured in this step: one came of which nothing was known
         self._is_measuring = False
-        # what these calls have taken since a backward has ended
+        # footprints of measured calls since a backward has ended
         self._this_pass: dict[str, Footprint] = {}
-        # the same in the pass in which they took most, in the forward's order
-        self._most: dict[str, Footprint] = {}
+        # footprints in the pass in which calls took most, in the forward's order
+        self._largest: dict[str, Footprint] = {}
         # bytes of the inputs of each member's largest measured call
         self._largest_inputs: dict[str, int] = {}
         self._had_backward = False  # whether a pass has ended
-        self._is_warm = False  # whether one had ended before this step
-        self._operation_bytes = 0  # what operations take besides what is saved
-        self._bytes_given = 0  # to the call under way, as inputs
+        self._is_warm = False  # whether a pass had ended before this step
+        self._operation_bytes = 0  # bytes that operations take besides what is saved
+        self._call_input_bytes = 0  # bytes of the inputs of the call under way
 
     # --------------------------------------------------------------------------------------------- what planners read
 
     def footprints(self) -> dict[str, Footprint]:
         """Return what calls of each measured member take, in the order of the forward."""
         footprints = {}
-        for name, calls in self._most.items():
+        for name, calls in self._largest.items():
             working = calls.working + self._operation_bytes
             footprints[name] = calls._replace(working=working, repeatable=self._is_repeatable(name))
         return footprints
 
     def _is_repeatable(self, name: str) -> bool:
-        return self._most[name].repeatable and name not in self._second_forwards.unrepeatable
+        return self._largest[name].repeatable and name not in self._second_forwards.unrepeatable
 
     @property
     def input_bytes(self) -> int:
@@ -91,8 +92,8 @@ class AutoPolicy:
 
     def begin_call(self, member: Member, inputs: Sequence[Tensor]) -> Policy:
         """Begin a call with these inputs: measure it if nothing is known of such a call, and return its policy."""
-        # sparse ones have no `nbytes`
-        self._bytes_given = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        # sparse tensors have no `nbytes`
+        self._call_input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         policy = self._policy_of(member)
         if policy is None and self._is_warm and not self._is_measuring:
             self._is_measuring = True
@@ -103,19 +104,21 @@ class AutoPolicy:
     def _policy_of(self, member: Member) -> Policy | None:
         """Return the policy for the call under way; None if nothing is known of calls with such inputs."""
         name = member.name
-        is_known = name in self._most and name not in self._this_pass
-        if not is_known or self._bytes_given > self._largest_inputs[name]:
+        is_known = name in self._largest and name not in self._this_pass
+        if not is_known or self._call_input_bytes > self._largest_inputs[name]:
             return None
         policy = self.policies.get(member.unit_name, "recompute")
         return "keep" if policy == "recompute" and not self._is_repeatable(name) else policy
 
     def end_call(self, call: UnitCall) -> None:
         """Note what a call has taken that may recompute, and of which nothing was dropped yet."""
-        if self._is_measuring:
-            name, footprint = call.member.name, call.footprint()
-            calls = self._this_pass.get(name)
-            self._this_pass[name] = footprint if calls is None else calls.combined_with(footprint)
-            self._largest_inputs[name] = max(self._largest_inputs.get(name, 0), self._bytes_given)
+        if not self._is_measuring:
+            return
+        name = call.member.name
+        footprint = call.footprint()
+        earlier_calls = self._this_pass.get(name)
+        self._this_pass[name] = footprint if earlier_calls is None else earlier_calls.combined_with(footprint)
+        self._largest_inputs[name] = max(self._largest_inputs.get(name, 0), self._call_input_bytes)
 
     def end_stretch(self, stretch: Stretch, is_turn: bool) -> None:
         """Note what a unit's forward or backward has taken, or the turn from one to the other."""
@@ -123,7 +126,7 @@ class AutoPolicy:
             self._operation_bytes = max(self._operation_bytes, stretch.operations)
             return
         self.turn_bytes = max(self.turn_bytes, stretch.saved + stretch.operations)
-        if self.in_use.keys() == self._this_pass.keys():  # all were measured
+        if self.in_use.keys() == self._this_pass.keys():  # all calls were measured
             outside = stretch.before
             for calls in self._this_pass.values():
                 outside -= calls.held if calls.repeatable else calls.held + calls.saved
@@ -133,10 +136,62 @@ class AutoPolicy:
         """Note that a backward pass has ended."""
         self._had_backward = True
         for name, calls in self._this_pass.items():
-            most = self._most.get(name)
-            if most is None or calls.held + calls.saved > most.held + most.saved:
-                self._most[name] = calls
+            largest = self._largest.get(name)
+            if largest is None or calls.held + calls.saved > largest.held + largest.saved:
+                self._largest[name] = calls
         self._this_pass.clear()
+
+
+class Phase(enum.Enum):
+    """Where a pass is; `Activations` alone changes it."""
+
+    FORWARD = enum.auto()
+    """No backward has reached a unit's call yet."""
+    BACKWARD = enum.auto()
+    """Backward has turned: it has reached the call that it begins with."""
+
+
+class LastCall:
+    """What the call that was left last has saved, until it is known whether backward begins with it.
+
+    See [Note: the turn]. No call waits at first, and never more than one:
+
+        a call is left -----> it waits -----> backward begins with it: what it saved stays
+                                       -----> something else comes: what it saved is dropped, or sent to the host
+    """
+
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader = offloader
+        self._bundle: Bundle | None = None  # of the call that waits; None if none does
+        self._to_drop: ref[UnitCall] | None = None  # that call, if what it saved is to be dropped
+
+    def begin_to_wait(self, bundle: Bundle) -> None:
+        """Have a call wait that was left."""
+        assert self._bundle is None, "something has come after the call before"
+        self._bundle = bundle
+
+    def drop_later(self, call: UnitCall) -> None:
+        """Have what the waiting call saved be dropped, if backward does not begin with it."""
+        self._to_drop = ref(call)
+
+    def is_of(self, bundle: Bundle) -> bool:
+        """Tell whether this call waits."""
+        return self._bundle is bundle
+
+    def keep(self) -> None:
+        """Keep what the waiting call has saved: backward begins with it."""
+        assert self._bundle is not None
+        self._bundle = self._to_drop = None
+
+    def let_go(self) -> None:
+        """Drop or send what the waiting call has saved, if there is one: something else comes."""
+        bundle = self._bundle
+        call = None if self._to_drop is None else self._to_drop()
+        self._bundle = self._to_drop = None
+        if call is not None:
+            call.drop()
+        if bundle is not None:
+            self._offloader.send(bundle)
 
 
 class Activations:
@@ -150,22 +205,20 @@ class Activations:
         backend: Backend,
         stats: Stats,
     ) -> None:
-        # None if the user has chosen, or if there is no limit to choose by
+        # what chooses policies; None if the user has chosen, or if there is no limit to choose by
         self.auto: AutoPolicy | None = None
-        self.are_kept = policy in ("keep", "auto")  # all, so that nobody has to tell of calls
+        self.are_kept = policy in ("keep", "auto")  # whether all are, so that nobody has to tell of calls
         self.second_forwards = SecondForwards(saved, backend, stats)
         self._is_auto = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
         self.saved = saved
         self._offloader = offloader
-        # of the outermost call under way; None between managed calls
+        # the route of the outermost call under way; None between managed calls
         self._route: Policy | None = None
-        self._left_last: Bundle | None = None  # of the call of this step that was left last
-        self._pending: Bundle | None = None  # the same, until something comes after it
-        # that call, if what it saved is to be dropped then
-        self._to_drop: ref[UnitCall] | None = None
-        self._has_turned = False  # in this pass
-        # bytes that were saved after it, the last time; nobody knows at first
+        self._phase = Phase.FORWARD
+        self._last_call = LastCall(offloader)
+        self._last_bundle: Bundle | None = None  # of the call of this step that was left last
+        # bytes that were saved after the last call, at the turn before; nobody knows at first
         self._saved_at_turn = math.inf
 
     def measure_anew(self, has_limit: bool) -> None:
@@ -177,8 +230,8 @@ class Activations:
 
     def begin_step(self) -> None:
         """Begin a step; no graph waits for its backward."""
-        self._has_turned = False
-        self._left_last = None
+        self._phase = Phase.FORWARD
+        self._last_bundle = None
         if self.auto is not None:
             self.auto.begin_step()
         self.saved.meter.begin_step()
@@ -197,12 +250,13 @@ class Activations:
             and torch.is_grad_enabled()
             and not in_backward()
             and self.saved.are_alone()
-            # what `functional_call` lends is gone in backward
+            # what `functional_call` lends to a module is gone in backward
             and all(entry.is_in_place for entry in member.entries)
         )
 
     def begin(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call of a unit, and choose its route."""
+        assert self._route is None, "the outermost call decides"
         route = self._policy
         if self.auto is not None:
             route = self.auto.begin_call(member, tensors_in((args, kwargs)))
@@ -210,25 +264,27 @@ class Activations:
             route = "keep"
         self._route = route
         if route == "recompute":
-            self._let_pending_go()  # or what it holds would count for this call
+            self._last_call.let_go()  # or what that holds would count for this call
             self.saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
         """Decide about what the current call, which is over, has saved."""
-        call, self.saved.recording = self.saved.recording, None
+        call = self.saved.recording
+        self.saved.recording = None
         if not isinstance(call, UnitCall):
             return
         call.conclude(output, warns=self.auto is None)
         if self.auto is not None:
             self.auto.end_call(call)
         elif 2 * self._saved_at_turn <= call.footprint().saved:
-            self._to_drop = ref(call)
+            self._last_call.drop_later(call)
             return
         call.drop()
 
     def end(self) -> None:
         """End the current call, also after an exception."""
-        self._route = self.saved.recording = None
+        self._route = None
+        self.saved.recording = None
         self._end_stretch()
 
     # ------------------------------------------------------------------------------- any call, and backward through one
@@ -237,7 +293,7 @@ class Activations:
         """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
         bundle = None
         if not in_backward():  # what a recomputation saves is used at once
-            self._let_pending_go()
+            self._last_call.let_go()
             if torch.is_grad_enabled():
                 bundle = Bundle(member, leaves=(self._route or self._policy) == "offload")
         self._offloader.open.append(bundle)
@@ -246,11 +302,11 @@ class Activations:
         """Note that the call that was entered last is left."""
         bundle = self._offloader.open.pop()
         if bundle is not None:
-            bundle.before = self._left_last
-            self._left_last = bundle
+            bundle.before = self._last_bundle
+            self._last_bundle = bundle
             self._offloader.release_sent()
-            self._let_pending_go()  # a call within this one
-            self._pending = bundle
+            self._last_call.let_go()  # a call within this one
+            self._last_call.begin_to_wait(bundle)
 
     @property
     def open_bundle(self) -> Bundle | None:
@@ -259,30 +315,21 @@ class Activations:
 
     def reach(self, bundle: Bundle | None) -> None:
         """Note that backward is about to run the nodes of a call."""
-        self._end_stretch(is_turn=not self._has_turned)
-        self._has_turned = True
+        self._end_stretch(is_turn=self._phase is Phase.FORWARD)
+        self._phase = Phase.BACKWARD
         if bundle is None:
             return
-        if bundle is self._pending:  # backward begins with it
-            self._pending = self._to_drop = None
-        self._let_pending_go()
+        if self._last_call.is_of(bundle):
+            self._last_call.keep()
+        else:
+            self._last_call.let_go()
         self._offloader.reach(bundle)
-
-    def _let_pending_go(self) -> None:
-        """Drop or send what the pending call has saved: backward does not begin with it ([Note: the turn])."""
-        pending = self._pending
-        call = None if self._to_drop is None else self._to_drop()
-        self._pending = self._to_drop = None
-        if call is not None:
-            call.drop()
-        if pending is not None:
-            self._offloader.send(pending)
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
-        if self._has_turned:
+        if self._phase is Phase.BACKWARD:
             self._end_stretch()  # between steps users reset memory statistics, too
-        self._has_turned = False
+        self._phase = Phase.FORWARD
         if self.auto is not None:
             self.auto.end_backward()
         if not self.are_kept:

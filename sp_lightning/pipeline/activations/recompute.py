@@ -45,8 +45,9 @@ from sp_lightning.pipeline.torch_private import (
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
-# How often in a row nothing has to be seen that a member's forward changes, and how often it is looked at what its
-# second forward returns. A first call may make things that are used from then on; what a later one changes is a habit.
+# After so many looks in a row that find no change, a member's calls are not looked at any more; and so many times,
+# outputs of second forwards are compared with those of the first. A first call may make things that are used from then
+# on; what a later one changes is a habit.
 _LOOKS = 2
 
 
@@ -57,13 +58,13 @@ class SecondForwards:
         self.saved = saved
         self.backend = backend
         self.stats = stats
-        # how many calls of each member have ended, by its name
+        # by the names of members: calls that have ended
         self.calls: Counter[str] = Counter()
-        # how many looks in a row have found nothing
+        # looks in a row that have found nothing
         self.clean_looks: Counter[str] = Counter()
-        # how many second forwards were compared with the first
+        # second forwards whose outputs were compared with the first's
         self.comparisons: Counter[str] = Counter()
-        # members for which something was in the way; from then on they hold what they save
+        # members for which something was in the way; they keep what they save from then on
         self.unrepeatable: set[str] = set()
 
 
@@ -76,24 +77,26 @@ class UnitCall:
 
     def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.saved: list[ref[Kept]] = []  # what the forward saves, in order
-        self.may_be_dropped = False  # whether it can be recomputed, once that is concluded
+        self.may_be_dropped = False  # whether that can be recomputed; decided when the call is over
         self._member = ref(member)
-        self._twins = [entry.weight.twin for entry in member.entries]  # that it computes with
+        self._twins = [entry.weight.twin for entry in member.entries]  # twins that the call computes with
         self._shared = shared
         self._bytes_before = shared.stats.activation_bytes
         self._inputs = Inputs(shared.saved, args, kwargs)
         self._input_bytes = shared.stats.activation_bytes - self._bytes_before
         modules = list(member.module.modules())
-        looks = shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable
-        self._look = Look(modules, pytree.tree_leaves((args, kwargs))) if looks else None
+        self._look: Look | None = None
+        if shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable:
+            self._look = Look(modules, pytree.tree_leaves((args, kwargs)))
         self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
         self._state = self._state_of_module(self._twins)
         with without_torch_function():
             self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
-        self._outputs: list[Tensor] | None = None  # numbers of them, if the second forward's are compared
+        # numbers of the outputs; None unless the second forward's are compared with them
+        self._outputs: list[Tensor] | None = None
         # what the first forward has saved and the second has not yet
         self._gaps: Iterator[ref[Kept]] = iter(())
-        self._missing = 0  # how many dropped tensors the second forward has not saved yet
+        self._missing = 0  # dropped tensors that the second forward has not saved yet
 
     @property
     def member(self) -> Member:
@@ -118,7 +121,7 @@ class UnitCall:
             self._look = None
         if not self.may_be_dropped:
             del self._inputs, self._surroundings
-            self._input_bytes = 0  # they are not held for it any more
+            self._input_bytes = 0  # the call does not hold inputs any more
         elif self._shared.comparisons[self.member.name] < _LOOKS:
             self._outputs = numbers_of(output)
 
@@ -126,28 +129,31 @@ class UnitCall:
         """Return what the call takes, before anything of it is dropped."""
         held = self._input_bytes
         saved = max(0, self._shared.stats.activation_bytes - self._bytes_before - held)
-        pieces = {kept.held for kept in self._alive()}
-        sizes = [piece.nbytes for piece in pieces if piece is not None]
+        charges = {kept.charge for kept in self._alive()}
+        sizes = [charge.nbytes for charge in charges if charge is not None]
         large = min(sum(size for size in sizes if size >= offload.MIN_OFFLOAD_BYTES), held + saved)
         return Footprint(held, saved, large, held + saved, self.may_be_dropped)
 
     def drop(self) -> None:
         """Drop what autograd still needs of it, if it can be recomputed."""
-        for kept in self._alive() if self.may_be_dropped else ():
-            kept.drop()
+        if self.may_be_dropped:
+            for kept in self._alive():
+                kept.drop()
 
     def _is_worth_it(self, output: Any) -> bool:
         """Tell whether dropping what was saved would free memory, and hide nothing."""
         kept = self._alive()
         if any(entry.is_changed for entry in kept):
-            return False  # this must raise in backward, as it does in plain training
+            return False  # such a change must raise in backward, as it does in plain training
         saved = [storage_key(entry.tensor) for entry in kept if entry.tensor is not None]
         held_anyway = self._inputs.storages.union(map(storage_key, tensors_in(output)))
         return not held_anyway.issuperset(saved)
 
     def _is_repeatable(self, warns: bool) -> bool:
         """Tell whether the forward can run again; a member of which this was tried often enough is asked no more."""
-        obstacle, name, shared = self._obstacle(), self.member.name, self._shared
+        name = self.member.name
+        shared = self._shared
+        obstacle = self._obstacle()
         shared.calls[name] += 1
         shared.clean_looks[name] = shared.clean_looks[name] + 1 if obstacle is None else 0
         if name in shared.unrepeatable:
@@ -174,8 +180,8 @@ class UnitCall:
             return "saves a nested tensor"
         if self._inputs.changeable is not None:
             kind = self._inputs.changeable
-            may = "which may change, or has attributes of its own"
-            return f"is given a {kind!r}, {may} (if it is a cache, set `use_cache=False`)"
+            reason = "which may change, or has attributes of its own"
+            return f"is given a {kind!r}, {reason} (if it is a cache, set `use_cache=False`)"
         if self._inputs.are_changed:
             return "changes its input in place"
         twins = [entry.weight.twin for entry in self.member.entries]
@@ -200,8 +206,9 @@ class UnitCall:
 
     def repeat(self) -> None:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
-        shared, member = self._shared, self.member
-        # of weights that are no longer lowered, those that are: from others, autocast would save casts of its own
+        shared = self._shared
+        member = self.member
+        # the lowered twin where a weight is no longer lowered: of the other one, autocast would save its own cast
         twins = [twin if twin.is_replaced else twin.weight.twin for twin in self._twins]
         are_changed = self._inputs.are_changed or self._surroundings.are_changed
         if are_changed or self._state_of_module(twins) != self._state:
@@ -216,13 +223,13 @@ class UnitCall:
         self._missing = sum(1 for kept in self._alive() if kept.tensor is None)
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
-        surroundings = self._surroundings.restored()
-        trained = zip(twins, self._were_trained, strict=True)
-        flags = [(tensor, flag) for twin, flag in trained for tensor in (twin.weight.master, twin.parameter)]
+        flags: list[tuple[Tensor, bool]] = []
+        for twin, was_trained in zip(twins, self._were_trained, strict=True):
+            flags += [(twin.weight.master, was_trained), (twin.parameter, was_trained)]
         is_other = False
         try:
             with (
-                surroundings,
+                self._surroundings.restored(),
                 requiring_gradients(flags),
                 member.computing_with(twins),
                 torch.enable_grad(),

@@ -54,35 +54,35 @@ class _Backward(Protocol):
 class _Handle:
     """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
 
-    __slots__ = ("_unit", "_version", "alias", "twin")
+    __slots__ = ("_readers", "alias", "twin", "version")
 
     def __init__(self, twin: Twin, tensor: Tensor) -> None:
         with without_torch_function():
             self.twin = twin
             self.alias = tensor.detach() if contains_others(tensor) else tensor
-            self._version = twin.version()
-        self._unit = twin.unit
-        self._unit.handles += 1
+            self.version = twin.version()
+        self._readers = twin.unit.readers
+        self._readers.handles += 1
 
     @property
     def is_changed(self) -> bool:
         """Whether the weight has changed since it was saved."""
         with without_torch_function():
-            return self.twin.version() != self._version
+            return self.twin.version() != self.version
 
     def __del__(self) -> None:
-        self._unit.handles -= 1
+        self._readers.handles -= 1
 
 
 class Kept:
     """A saved tensor that is held as it is, with the version that autograd would have checked, and counted."""
 
-    __slots__ = ("__weakref__", "_kind", "_recording", "held", "tensor", "version")
+    __slots__ = ("__weakref__", "_kind", "_recording", "charge", "tensor", "version")
 
     def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
         self._recording = recording
-        self.held = meter.hold(tensor) if meter.counts else None
-        # detached from its node, which may be the one that saves it: a cycle through C++, which would never be freed
+        self.charge = meter.hold(tensor) if meter.counts else None
+        # the tensor without its node, which may be the one that saves it: a cycle through C++ would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
         if recording is not None:
@@ -95,13 +95,16 @@ class Kept:
 
     def fill(self, tensor: Tensor, meter: Meter) -> None:
         """Hold another tensor in place of the dropped one."""
-        self.tensor, self.version, self.held = tensor, tensor._version, meter.hold(tensor)
+        self.tensor = tensor
+        self.version = tensor._version
+        self.charge = meter.hold(tensor)
 
     def drop(self) -> None:
-        """Release the tensor, of whose kind another one will take its place."""
+        """Release the tensor; another one of its shape and dtype will take its place."""
         if self.tensor is not None:
             self._kind = self.tensor.shape, self.tensor.dtype
-            self.tensor = self.held = None
+            self.tensor = None
+            self.charge = None
 
     def misses(self, tensor: Tensor) -> bool:
         """Tell whether the tensor was dropped, and another one may take its place."""
@@ -124,7 +127,7 @@ class SavedTensors:
     def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}  # by the identity of their memory
-        # of the call under way; None if nothing of it is to be dropped
+        # the call under way; None if nothing that it saves is to be dropped
         self.recording: Recording | None = None
         self.backward: _Backward | None = None
         self._offloader = offloader
@@ -183,20 +186,23 @@ class SavedTensors:
             return packed.get()
         if type(packed) is _Handle:
             tensor = packed.alias
+            # the twin that lies there now, as a leaf may have been given another place
             twin = self.twins.get(storage_key(tensor))
             name = f"weight {packed.twin.weight.name!r}"
-            if twin is None:  # it lies elsewhere since
+            if twin is None:  # all weights have other places since
                 raise outdated_graph_error(name)
-            if packed.is_changed:
+            with without_torch_function():
+                is_changed = packed.twin.version() != packed.version
+            if is_changed:
                 raise _changed_in_place(name)
         elif isinstance(packed, Offloaded):
-            if self.backward is None:  # detached since
+            if self.backward is None:  # the module was detached since
                 raise outdated_graph_error("what a unit has saved")
             tensor = self._offloader.unpack(packed)
             if packed.is_changed:
                 raise _changed_in_place(tensor.shape)
             return tensor
-        else:  # from the hooks below
+        else:  # the hooks below have packed it
             tensor = packed()
             twin = self.twins.get(storage_key(tensor))
         if twin is not None:

@@ -154,12 +154,12 @@ class CallToCome:
         self.bundle = bundle
         self._unit = member.unit
         if member.unit is not None:
-            member.unit.calls_to_come += 1
+            member.unit.readers.calls_to_come += 1
 
     def end(self) -> None:
         """Note that backward has reached the call, which may be of several nodes."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.calls_to_come -= 1
+            unit.readers.calls_to_come -= 1
 
     __del__ = end

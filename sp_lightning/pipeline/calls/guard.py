@@ -143,7 +143,7 @@ class Guard:
             for copied_from in {unit, weight.twin.unit}:
                 window.note_write(copied_from)
             if self.in_step:
-                unit.has_aliases = True
+                unit.readers.has_aliases = True
 
     def refuse_if_stepped(self, weight: Weight) -> None:
         """Raise if a weight was stepped in the backward pass that is under way, and is to be read."""

@@ -49,7 +49,7 @@ class RunningCall:
         for each in given:
             twin = self._places.get(storage_key(each)) if isinstance(each, Tensor) else None
             if twin is not None:
-                twin.unit.has_raw_readers = True
+                twin.unit.readers.has_raw_readers = True
 
     def outside_of_places(self, output: Any) -> tuple[Any, list[Tensor]]:
         """Return what the call returns, with clones of what lies in the place of a weight, and the tensors in it.

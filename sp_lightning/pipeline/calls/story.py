@@ -231,7 +231,7 @@ class Story:
                 self._trace.end()
             self._follow_requires_grad(member)
             for unit in member.needed:
-                if unit.has_aliases:  # which show what the forward has written
+                if unit.readers.has_aliases:  # which show what the forward has written
                     self._window.write_back(unit.weights)
             if not (member.running_calls or (member.unit and member.unit.is_reached)):
                 member.put_back_masters()

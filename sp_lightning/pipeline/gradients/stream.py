@@ -84,8 +84,9 @@ class GradientStream:
         An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients. So
         may a custom Function any weight that it was given.
         """
-        unit = of_segment.unit
-        is_needed = unit.handles > 0 or unit.has_raw_readers or len(of_segment.trained) < len(unit.weights)
+        readers = of_segment.unit.readers
+        is_trained = len(of_segment.trained) == len(of_segment.unit.weights)
+        is_needed = readers.handles > 0 or readers.has_raw_readers or not is_trained
         return is_needed and self.early is not None
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:

@@ -45,9 +45,10 @@ class EarlyStep(Step):
         """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
         unit = of_segment.unit
         # weights apart would have to wait for the step, and an alias must not show it before backward is over
-        if unit.resident or unit.apart or unit.handles or unit.has_aliases:
+        readers = unit.readers
+        if unit.resident or unit.split_off or readers.handles or readers.has_aliases:
             return False
-        if unit.has_raw_readers and unit.calls_to_come:
+        if readers.has_raw_readers and readers.calls_to_come:
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained
@@ -62,8 +63,8 @@ class EarlyStep(Step):
         if not unit.is_followed:  # else its step is counted
             self.use(of_segment.trained)
         steps.step(unit, self)
-        if unit.visit is not None:
-            unit.visit.begin(in_place=False)
+        if unit.pending_device_step is not None:
+            unit.pending_device_step.begin(in_place=False)
         if unit in self.awaited and averages is None:
             steps.finish([unit])
         unit.is_ahead = averages is not None

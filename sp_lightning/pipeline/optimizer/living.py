@@ -27,7 +27,7 @@ from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.tree import HOST, copy_parameters, move_parameters, weights_on_accelerators
+from sp_lightning.pipeline.units.moving import HOST, copy_parameters, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.window.arrangement import Arrangement
 

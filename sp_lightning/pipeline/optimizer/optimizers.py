@@ -216,7 +216,7 @@ class Optimizers:
         for unit in plan.units:
             steps.step(unit, step)
         steps.finish(step.awaited if self._overlaps is not False else plan.units)
-        if [unit for unit in plan.units if unit.visit is not None]:
+        if [unit for unit in plan.units if unit.pending_device_step is not None]:
             steps.window.prefetch()  # the first of them begin
 
     def _plan_of(self, optimizer: Optimizer) -> Plan:

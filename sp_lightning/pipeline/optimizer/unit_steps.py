@@ -73,7 +73,7 @@ class UnitSteps:
         Weights without a gradient stay as they are.
         """
         used = step.used.pop(unit, {})  # else the step would hold what has stayed on the device
-        if used and unit.visits and not unit.apart and self._visit(unit, step, used):
+        if used and unit.visits and not unit.split_off and self._visit(unit, step, used):
             self.window.stats.visits += 1
         elif used:
             self._step_on_host(unit, step, used)
@@ -91,7 +91,7 @@ class UnitSteps:
             self.visits.why_not = visit
             return False
         window.outdate(unit, {gradient.weight for gradient in used})
-        unit.being_stepped = unit.visit = visit
+        unit.being_stepped = unit.pending_device_step = visit
         return True
 
     def _step_on_host(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> None:
@@ -145,7 +145,7 @@ class UnitSteps:
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
         ticket = unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
-        if unit.apart:  # weights made resident are in units that do not wait for this one's step
+        if unit.split_off:  # weights made resident are in units that do not wait for this one's step
             window.finish_optimizer(unit)
         return ticket
 

@@ -92,7 +92,7 @@ class Visit(Later):
         A forward may have these before the host has, so masters count as changed from now on.
         """
         segment, backend = self._segment, self._visits.backend
-        self._unit.visit = None
+        self._unit.pending_device_step = None
         self._is_placed = in_place
         note_stepped([segment], segment.weights)
         if in_place and backend.poison:
@@ -109,7 +109,7 @@ class Visit(Later):
     @override
     def asked(self) -> Ticket:
         """Return the ticket of what comes down; begin the visit if nobody has."""
-        if self._unit.visit is self:
+        if self._unit.pending_device_step is self:
             self.begin(in_place=False)
         return super().asked()
 

@@ -159,7 +159,7 @@ class Averages:
             self._come_round(early)  # it lies in the same staging buffers
             return False
         unit = of_segment.unit
-        if is_final if not of_segment.missing else not (unit.handles or unit.calls_to_come):
+        if is_final if not of_segment.missing else not unit.readers.are_in_graphs:
             self._ready.add(of_segment)
         self._exchange_ready(early)
         return True

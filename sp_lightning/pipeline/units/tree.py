@@ -1,26 +1,21 @@
 """A module tree as the search for units sees it: its weights, their bytes, and which of them stay on the device.
 
-And what of it moves to the device, and back.
-
 To manage a parameter is to point it to memory of the engine's own, which must be possible without anybody noticing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import mul
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sp_lightning.pipeline.torch_private import contains_others, parts_of, without_compile
+from sp_lightning.pipeline.torch_private import parts_of, without_compile
 from sp_lightning.pipeline.weights.buffers import is_dense
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized, move_parameter
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
-
-HOST = torch.device("cpu")
 
 
 class Tree:
@@ -33,31 +28,31 @@ class Tree:
         split: Collection[str] = (),
     ) -> None:
         self.root = root
-        # also of modules that say they equal others, which torch leaves out
-        named = list(root.named_modules(remove_duplicate=False))
-        self.names = {id(module): name for name, module in reversed(named)}
+        # modules that say they equal others have names, too: torch would leave them out
+        named_modules = list(root.named_modules(remove_duplicate=False))
+        self.names = {id(module): name for name, module in reversed(named_modules)}
         # weights that the engine can manage, by the identity of the parameter
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
         self._split = split
         self._collect_weights()
-        stay = set(map(id, self._named(resident)))
-        self.resident = {weight for key, weight in self.weights.items() if key in stay}
-        for key, weight in list(self.weights.items()):
+        # weights that the user wants to stay on the device
+        self.resident = {self.weights[id(master)] for master in self._named(resident) if id(master) in self.weights}
+        for identity, weight in list(self.weights.items()):
             if weight in self.resident and isinstance(weight, QuantizedWeight):
-                # nobody notices uses outside of its module
-                del self.weights[key]
+                # the engine would not notice uses of it outside of its module
+                del self.weights[identity]
                 self.unmanaged[weight.name] = weight.master
-        streams = self.weights.keys() - stay
         self._bytes = {
-            id(module): sum(self.weights[id(p)].nbytes for p in module.parameters() if id(p) in streams)
-            for _, module in named
+            id(module): sum(weight.nbytes for weight in self.weights_of(module) if weight not in self.resident)
+            for _, module in named_modules
         }
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def weights_of(self, module: nn.Module) -> list[Weight]:
         """Return the weights at and below a module."""
-        return [self.weights[id(p)] for p in module.parameters() if id(p) in self.weights]
+        parameters = list(module.parameters())
+        return [self.weights[id(parameter)] for parameter in parameters if id(parameter) in self.weights]
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""
@@ -105,22 +100,17 @@ def is_called(module: nn.Module) -> bool:
     """Tell whether a module has a forward at all; parents can only reach into containers without one."""
     # not by `getattr`, which would run the descriptor of a scripted module, nor by `inspect.getattr_static`, which
     # `torch.compile` would trace when it meets the engine in a model
-    of_class = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    return of_class is not nn.Module.forward or "forward" in vars(module)
+    forwards = [vars(base)["forward"] for base in type(module).__mro__ if "forward" in vars(base)]
+    return forwards[0] is not nn.Module.forward or "forward" in vars(module)
 
 
 def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Yield full name, owner and parameter for every place of every parameter (shared ones once per place)."""
     for module_name, module in root.named_modules():
-        for key, parameter in module._parameters.items():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{module_name}.{key}" if module_name else key, module, parameter
-
-
-def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that the engine can manage, but that are not on the host."""
-    masters = [weight.master for weight in Tree(root, ()).weights.values()]
-    return [master for master in masters if master.device.type not in ("cpu", "meta")]
+                yield prefix + name, module, parameter
 
 
 def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
@@ -136,76 +126,24 @@ def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
 
 def _tied_by_memory(root: nn.Module) -> set[int]:
     """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
-    spans: list[tuple[str, int, int, int]] = []  # device, first byte, end, owner
+    spans: list[tuple[str, int, int, int]] = []  # device, first byte, byte after the last one, identity of the owner
     for owner in [*root.parameters(), *root.buffers()]:
         for part in parts_of(owner):
             is_plain = type(part.data) is Tensor and part.layout is torch.strided
-            # none if empty, or a meta tensor
-            if is_plain and not is_lazy(part) and (start := part.data_ptr()):
-                last = sum(map(mul, (size - 1 for size in part.shape), part.stride()))
-                spans.append((str(part.device), start, start + (last + 1) * part.itemsize, id(owner)))
+            if not is_plain or is_lazy(part):
+                continue
+            first_byte = part.data_ptr()
+            if first_byte:  # else it is empty, or a meta tensor
+                last_element = sum(map(mul, (size - 1 for size in part.shape), part.stride()))
+                after = first_byte + (last_element + 1) * part.itemsize
+                spans.append((str(part.device), first_byte, after, id(owner)))
     tied: set[int] = set()
-    reached = ("", 0)  # on which device, and up to where, there are spans so far
-    furthest = 0  # the owner of the one that ends there
-    for device, start, end, key in sorted(spans):
-        if (device, start) < reached:
-            tied |= {key, furthest}
-        if (device, end) > reached:
-            reached = device, end
-            furthest = key
+    reached = ("", 0)  # the device, and the byte on it, up to which there are spans so far
+    furthest_owner = 0  # whose span ends there
+    for device, first_byte, after, owner_identity in sorted(spans):
+        if (device, first_byte) < reached:
+            tied |= {owner_identity, furthest_owner}
+        if (device, after) > reached:
+            reached = device, after
+            furthest_owner = owner_identity
     return tied
-
-
-# Moving what a module has besides the weights that stream: it lives on the device. Buffers do, because BatchNorm saves
-# and changes these very tensors. So does what a `to` or an `_apply` of a user's own moves: the anchors of a detector,
-# the states of a metric, a teacher in a list. And so do parameters that cannot stream.
-
-
-def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
-    """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""
-    parameters = list(root.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    staying = set(map(id, [*parameters, *gradients]))
-    # with the tensor itself, or another one might get its identity
-    moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def move(tensor: Tensor) -> Tensor:
-        if id(tensor) in staying:
-            return tensor
-        if id(tensor) not in moved:
-            # validation may come first, training later
-            with torch.inference_mode(not is_lazy(tensor) and tensor.is_inference()):
-                moved[id(tensor)] = tensor, tensor.to(device)
-        return moved[id(tensor)][1]
-
-    def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-
-    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    places = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
-    # parameters that consist of other tensors: `_apply` would exchange all that they are
-    hidden = [place for place in places if place[2] is not None and contains_others(place[2])]
-    for parameters_of_module, key, _ in hidden:
-        parameters_of_module[key] = None
-    vars(root)["_apply"] = apply
-    try:
-        root.to(device)
-    finally:
-        del vars(root)["_apply"]
-        for parameters_of_module, key, parameter in hidden:
-            parameters_of_module[key] = parameter
-
-
-def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that are elsewhere, with their gradients; the Parameter objects stay the same."""
-    for parameter in parameters:
-        if parameter.device != device:
-            with torch.inference_mode(parameter.is_inference()):
-                move_parameter(parameter, device)
-
-
-def copy_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters memory of their own, with their values."""
-    for parameter in parameters:
-        for part in parts_of(parameter):
-            part.data = part.data.clone(memory_format=torch.preserve_format)

@@ -19,79 +19,102 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.segment import Segment
+from sp_lightning.pipeline.weights.segment import NOTHING, Segment
 from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Twin, Weight
 
-_ROW = 1024  # numbers in a row of what a fingerprint is made of
+_NUMBERS_IN_ROW = 1024  # a fingerprint adds memory up in rows of so many numbers
 
 
 class Residency(enum.Enum):
-    """Whether a unit's bytes are on the device."""
+    """Whether a unit's bytes are on the device; `Unit.become` alone changes it."""
 
     ABSENT = enum.auto()
-    """Its place holds nothing, or another unit's bytes, or some that are out of date."""
+    """The unit's place holds nothing, or another unit's bytes, or some that are out of date."""
     COMING = enum.auto()
     """Copies to the device have been asked for; computing has yet to wait for their tickets."""
     READABLE = enum.auto()
     """Computing waits for the copy, so everything computed from now on sees the bytes."""
 
 
+# pairs, as a set would call Python code to hash an enum's members
+_TRANSITIONS = (
+    (Residency.ABSENT, Residency.COMING),
+    (Residency.COMING, Residency.READABLE),
+    (Residency.COMING, Residency.ABSENT),
+    (Residency.READABLE, Residency.ABSENT),
+)
+
+
+@dataclass
+class Readers:
+    """Who may still read a unit's weights where they lie on the device, or in their masters, besides its calls."""
+
+    handles: int = 0  # saved tensors of live graphs that are its weights, or views of them
+    calls_to_come: int = 0  # calls of live graphs that no backward has reached yet
+    # whether somebody has an alias of a master that was taken in this step
+    has_aliases: bool = False
+    # whether a custom Function was given one of its weights in this step, and may read it in backward
+    has_raw_readers: bool = False
+
+    @property
+    def are_in_graphs(self) -> bool:
+        """Whether a backward that is still to come may read the weights."""
+        return self.handles > 0 or self.calls_to_come > 0
+
+
 class StepOnDevice(Protocol):
-    """A step of a unit that is made on the device when somebody has it begin (optimizer/visit.py)."""
+    """A step of a unit on the device, which begins when somebody asks for it (optimizer/visit.py)."""
 
     def begin(self, in_place: bool = True) -> Ticket:
-        """Begin it, and return the ticket of the new weights, which it puts in the unit's place if it is asked to."""
+        """Begin the step, and return the ticket of the new weights; `in_place` has it put them in the unit's place."""
 
 
 class Unit:
     """Weights that stream together, or all resident weights, which stay once they are on the device."""
 
-    place: Tensor  # the device memory that it is copied to
+    place: Tensor  # the device memory that the unit is copied to
 
     def __init__(self, name: str, resident: bool = False) -> None:
         self.name = name
         self.resident = resident
-        self.weights: list[Weight] = []  # those that the engine manages
-        # all weights of a unit that lives on the device, whose `weights` is empty
+        self.weights: list[Weight] = []  # weights that are copied to the device
+        # all weights of a unit that stays on the device with its state: its `weights` is empty
         self.weights_on_device: list[Weight] = []
         self.members: list[Member] = []
-        self.is_reached = False  # whether backward has reached it, so that its modules hold twins
+        # number of the unit in the window, in expected order; -1 for a single weight
+        self.index = -1
 
         # where it lies
-        # its number among the units of the window, in expected order; -1 for a single weight
-        self.index = -1
-        self.segments: Sequence[Segment] = []  # the host memory that it is copied from
-        self.nbytes = 0  # bytes it takes on the device
-        # units whose places overlap its own; if there are none, it is loaded only when its masters have changed
+        self.segments: Sequence[Segment] = []  # the host memory that the unit is copied from
+        self.nbytes = 0  # bytes that the unit takes on the device
+        # units whose places overlap this one's; a unit without any is loaded only when its masters have changed
         self.conflicts: frozenset[Unit] = frozenset()
-        self.apart: list[Unit] = []  # weights of it that were made resident, each a unit of its own
-        # whether another process owns and steps its masters, and this one has them, too
+        self.split_off: list[Unit] = []  # weights of this unit that were made resident, each a unit of its own
+        # whether another process owns and steps the masters, and this process has them, too
         self.is_followed = False
 
         # what is there at the moment
-        # forward calls that are inside of it now; while there are any, it may not be evicted
+        self.residency = Residency.ABSENT
+        # forward calls that are inside of the unit now; it is not evicted while there are any
         self.users = 0
-        self.residency = Residency.ABSENT  # whether its bytes are on the device
+        self.is_reached = False  # whether backward has reached the unit, so that its modules hold twins
         self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
-        # of its bytes before the call inside of it, if that is watched for writes that torch does not count
+        # the bytes before the call inside, in short; None unless writes that torch does not count are looked for
         self.fingerprint: Tensor | None = None
-        self.suspect = False  # whether its masters may have changed since they were last checked
-        # whether somebody has an alias of a master that was taken in this step, and may read it
-        self.has_aliases = False
-        # whether a custom Function was given one of its weights in this step, and may read it in backward
-        self.has_raw_readers = False
-        self.handles = 0  # how many saved tensors of live graphs are its weights, or views of them
-        self.calls_to_come = 0  # how many calls of live graphs no backward has reached yet
-        # an optimizer's work on its masters; None if there is none, or once it is known to be done
+        self.suspect = False  # whether the masters may have changed since they were last checked
+        self.readers = Readers()
+
+        # its optimizer step
+        # an optimizer's work on the masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
-        # whether its optimizer steps are made on the device, where state visits for them
+        # whether optimizer steps are made on the device, to which state comes for them
         self.visits = False
-        # such a step that has not begun: it brings new weights if it begins as the unit is loaded
-        self.visit: StepOnDevice | None = None
-        # whether it was stepped in backward, with the gradients of other processes, and `step()` is still to be called
-        self.is_ahead = False
-        # whether it was stepped in backward, and `step()` is still to be called: nobody can read its weights meanwhile
+        # a step on the device that has not begun: it brings new weights if it begins as the unit is loaded
+        self.pending_device_step: StepOnDevice | None = None
+        # whether the unit was stepped in backward, and `step()` is still to be called: nobody can read its weights
         self.is_used_up = False
+        # whether it was so with the gradients of other processes
+        self.is_ahead = False
 
     @property
     def is_valid(self) -> bool:
@@ -103,10 +126,27 @@ class Unit:
         """All of its weights, wherever they live."""
         return self.weights + self.weights_on_device
 
+    def become(self, residency: Residency) -> None:
+        """Note that its bytes are asked for, can be read, or are gone."""
+        assert (self.residency, residency) in _TRANSITIONS, f"{self.name}: {self.residency} to {residency}"
+        self.residency = residency
+
+    def abandon(self) -> None:
+        """Treat it as absent, with no call inside, whatever is there: after an exception, or for another place."""
+        self.residency = Residency.ABSENT
+        self.users = 0
+        self.suspect = True
+        self.uploads.clear()
+        self.fingerprint = None
+        for segment in self.segments:
+            segment.lying = NOTHING
+
     def lie_in(self, place: Tensor) -> None:
         """Have it copied to this device memory, and its weights' twins lie there."""
-        self.place, begin = place, 0
+        assert self.residency is Residency.ABSENT, self.name
+        self.place = place
         self.fingerprint = None
+        begin = 0
         for segment in self.segments:
             segment.place = place[begin : begin + segment.nbytes]
             begin += segment.nbytes
@@ -115,6 +155,7 @@ class Unit:
 
     def leave_place(self) -> None:
         """Let go of the device memory; nothing is left there, nor in what twins graphs have besides."""
+        assert self.residency is Residency.ABSENT, self.name
         self.place = torch.empty(0, dtype=torch.uint8, device="cpu")
         for segment in self.segments:
             segment.place = self.place
@@ -122,7 +163,7 @@ class Unit:
             weight.leave_device(self)
 
     def send(self, segments: Sequence[Segment], pin: bool = True) -> None:
-        """Have it copied from this host memory, pinned if that is possible."""
+        """Have the unit copied from this host memory, pinned if that is possible."""
         for segment in segments:
             segment.prepare(pin)
         self.segments = segments
@@ -130,7 +171,8 @@ class Unit:
         self.is_followed = any(segment.is_followed for segment in segments)
 
     def watch(self) -> None:
-        """Notice changes of its bytes, which can be read, until it is asked for them."""
+        """Notice changes of its bytes until it is asked for them."""
+        assert self.residency is Residency.READABLE, self.name
         if self.fingerprint is None and self.nbytes:
             self.fingerprint = _fingerprint(self.place)
 
@@ -157,9 +199,9 @@ def _fingerprint(memory: Tensor) -> Tensor:
     """Return sums of memory, as whole numbers, over rows and over columns: changes within a row show in columns."""
     with torch.inference_mode(False), torch.no_grad(), without_torch_function():
         numbers = memory.view(torch.int32)
-        even = numbers.numel() // _ROW * _ROW
-        rows = numbers[:even].view(-1, _ROW)
-        return torch.cat([rows.sum(0), rows.sum(1), numbers[even:]])
+        count_in_rows = numbers.numel() // _NUMBERS_IN_ROW * _NUMBERS_IN_ROW
+        rows = numbers[:count_in_rows].view(-1, _NUMBERS_IN_ROW)
+        return torch.cat([rows.sum(0), rows.sum(1), numbers[count_in_rows:]])
 
 
 @dataclass
@@ -169,7 +211,7 @@ class Entry:
     parameters: dict[str, nn.Parameter | None]
     key: str
     weight: Weight
-    has_leaf: bool = False  # whether a leaf was put there, and is to be replaced by the master again
+    has_leaf: bool = False  # whether a leaf is there, which the master is to replace again
 
     @property
     def is_in_place(self) -> bool:
@@ -185,23 +227,23 @@ class Member:
         self.name = name
         self.module = module
         self.unit = unit
-        # the name of its unit, or its own if it has none that streams
+        # name of the unit, if that streams; else of the member
         self.unit_name = name
-        self.is_streamed = False  # whether its unit streams
-        self.index = -1  # its number among the members of streamed units; -1 for others
-        self.every_entry: list[Entry] = []  # that holds a weight which its call may use
-        self.entries: list[Entry] = []  # those of weights that do not live on the device
-        # RNN modules at or below it, with the weights in their own list (`_flat_weights`)
+        self.is_streamed = False  # whether the unit streams
+        self.index = -1  # number among the members of streamed units; -1 for others
+        self.every_entry: list[Entry] = []  # entries whose weights a call may use
+        self.entries: list[Entry] = []  # entries whose weights do not stay on the device
+        # RNN modules at or below the module, with the weights in their own list (`_flat_weights`)
         self.recurrent: list[tuple[nn.RNNBase, list[Weight]]] = []
-        self.needed: list[Unit] = []  # units that have to be on the device for its call
-        self.called_in: set[Unit] = set()  # units of other calls that its calls were inside of
-        self.running_calls = 0  # how many of its calls are under way
-        self.entered = 0  # how many times it has been called since it was attached
-        # how many more calls are watched for writes that torch does not count, in evaluation and in training
+        self.needed: list[Unit] = []  # units that have to be on the device for a call
+        self.called_in: set[Unit] = set()  # units of other members whose calls have called this one
+        self.running_calls = 0  # calls under way
+        self.entered = 0  # calls since the module was attached
+        # calls that are still to be watched for writes that torch does not count, in evaluation and in training
         self.calls_to_watch = {False: USES_TO_WATCH, True: USES_TO_WATCH}
-        # the dtype that autocast casts to in its calls, for which its weights were placed; None without autocast
+        # dtype to which autocast casts in calls, for which weights were placed; None without autocast
         self.autocast: torch.dtype | None = None
-        # the compiled function that runs its forward; None if `compile=True` does not apply to it
+        # compiled function that runs the forward; None if `compile=True` does not apply
         self.compiled: Callable[..., Any] | None = None
 
     def put_in_twins(self, prepare: Callable[[Twin], None]) -> None:
@@ -213,7 +255,7 @@ class Member:
             twin, master = entry.weight.twin, entry.weight.master
             if twin.parameter.requires_grad != master.requires_grad:
                 prepare(twin)
-            # else `functional_call` has put another tensor there
+            # where `functional_call` has put another tensor, that stays
             if entry.parameters.get(entry.key) is master:
                 entry.parameters[entry.key] = twin.parameter
                 entry.has_leaf = True
@@ -252,7 +294,7 @@ class Member:
         finally:
             self.find_needed()
             for entry, twin in replaced:
-                # as its unit is still reached by backward
+                # a unit that backward has reached still holds the twin that stands for the weight now
                 if entry.parameters.get(entry.key) is twin.parameter:
                     entry.parameters[entry.key] = entry.weight.twin.parameter
 
@@ -272,8 +314,8 @@ class Division:
 
     units: list[Unit]  # streamed units in expected order
     resident: Unit  # all resident weights as one unit; its members are modules that own some
-    streamed_members: list[Member]  # of these units, in the order of the tree
-    callers: list[Member]  # members without a unit: modules around units, whose calls open a step
+    streamed_members: list[Member]  # members of streamed units, in the order of the tree
+    callers: list[Member]  # modules around units, which own no weights: their calls only open a step
     # parameters that cannot be pointed to other memory (tensor subclasses, those of scripted modules, those that share
     # memory with others); they are moved to the device
     unmanaged: dict[str, nn.Parameter]

@@ -255,7 +255,7 @@ class Arrangement:
         for index, unit in enumerate(self.in_window):
             unit.index = index
             unit.visits = unit.name in self.layout.window.visiting and not unit.resident
-            unit.apart.clear()
+            unit.split_off.clear()
             if unit in self.layout.staying:
                 unit.lie_in(self._backend.allocate(unit.nbytes))
             else:
@@ -301,7 +301,7 @@ class Arrangement:
         else:  # handles have the one that lies in its unit
             weight.twin = copy(weight.twin)
         unit.lie_in(place)
-        weight.unit.apart.append(unit)
+        weight.unit.split_off.append(unit)
         self.in_window.append(unit)
         self.layout.device_bytes += unit.nbytes
         self.layout.streaming_bytes += unit.nbytes
@@ -330,5 +330,5 @@ class Arrangement:
                 twin.close()
         for segment in self.segments:
             segment.copies.clear()
-        if not any(unit.handles for unit in self.in_window):  # else a graph holds weights
+        if not any(unit.readers.handles for unit in self.in_window):  # else a graph holds weights
             self.leave_places()

@@ -58,7 +58,7 @@ class Window(MasterAccess):
         self.stats.steps += 1
         self.order.begin_step()
         for unit in self.units:
-            unit.has_aliases = unit.has_raw_readers = False
+            unit.readers.has_aliases = unit.readers.has_raw_readers = False
 
     def load_first(self) -> None:
         """Start copying what the step needs first: resident weights, and the units that are used first."""
@@ -109,13 +109,7 @@ class Window(MasterAccess):
         for unit in self.units:
             for weight in unit.weights:
                 weight.twin.note_unchanged()
-            unit.users = 0
-            unit.suspect = True
-            unit.residency = Residency.ABSENT
-            unit.uploads.clear()
-            unit.fingerprint = None
-            for segment in unit.segments:
-                segment.lying = NOTHING
+            unit.abandon()
 
     def is_blocked(self, unit: Unit) -> bool:
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
@@ -137,7 +131,7 @@ class Window(MasterAccess):
             self.backend.trace.wait(ticket, "weights")
         if unit.being_stepped is not None:
             unit.being_stepped.held = ()
-        unit.residency = Residency.READABLE
+        unit.become(Residency.READABLE)
 
     def prefetch(self, in_use: Sequence[Unit] = ()) -> None:
         """Start copies for upcoming uses, as far as there is room.
@@ -178,7 +172,8 @@ class Window(MasterAccess):
     def outdate(self, unit: Unit, stepped: Set[Weight]) -> None:
         """Discard what the device has of these weights: an optimizer is about to step their masters."""
         self.settled = False
-        self._discard(unit)
+        if unit.residency is not Residency.ABSENT:
+            self._discard(unit)
         if unit.is_reached:
             unit.leave(is_over=False)  # its place is given away: modules must not read leaves over it
         if not unit.conflicts:
@@ -189,7 +184,7 @@ class Window(MasterAccess):
             if not stepped.isdisjoint(segment.weights):
                 segment.note_change()
         unit.suspect = False
-        for other in unit.apart:
+        for other in unit.split_off:
             other.suspect = True
             for segment in other.segments:
                 segment.note_change()
@@ -207,14 +202,14 @@ class Window(MasterAccess):
             self._discard(unit)
 
     def _discard(self, unit: Unit) -> None:
-        """Treat what the device has of a unit as gone."""
+        """Treat what the device has of a unit, which is not absent, as gone."""
         if unit.residency is Residency.READABLE:
             self.write_back(unit.weights)
         # nobody has waited for what is coming, and copies need not keep their order
-        elif unit.residency is Residency.COMING:
+        else:
             for ticket in unit.uploads:
                 self.backend.trace.wait(ticket, "weights")
-        unit.residency = Residency.ABSENT
+        unit.become(Residency.ABSENT)
 
     def _load(self, unit: Unit) -> None:
         self.settled = False
@@ -222,10 +217,13 @@ class Window(MasterAccess):
             self._evict(other)
         if unit.conflicts:
             self._lying.add(unit)
-        unit.uploads = [ticket for ticket in unit.uploads if not ticket.done]
+        earlier, unit.uploads = unit.uploads, []
+        for ticket in earlier:
+            if not ticket.done:
+                unit.uploads.append(ticket)
         step = unit.being_stepped if self.is_being_stepped(unit) else None
-        if unit.visit is not None:
-            unit.uploads.append(unit.visit.begin())
+        if unit.pending_device_step is not None:
+            unit.uploads.append(unit.pending_device_step.begin())
             step = None
         for segment in unit.segments:
             if segment.lying == segment.epoch:
@@ -237,7 +235,7 @@ class Window(MasterAccess):
                 self.stats.bytes_to_device += source.nbytes
                 unit.uploads.append(upload)
             segment.lying = segment.epoch
-        unit.residency = Residency.COMING
+        unit.become(Residency.COMING)
         if not unit.resident:
             self.stats.loads += 1
 

@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torchvision.models as vision
-import transformers as hf
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Division
 
 from ...zoo.blocks import Block, Chain, chain
-from ...zoo.vision import UNet
+from .parts import FULL_SIZE, in_full_size
 
-
-def in_full_size(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model with memory that is never touched: the finder looks at shapes only, so this costs nothing."""
-    with torch.device("meta"):
-        model = build()
-    model.to_empty(device="cpu")
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
-    return model
-
-
-def llama() -> nn.Module:
-    size = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32000, **size))
-
-
-# name -> (how it is built, how many units)
-REAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "gpt2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config()), 1 + 12),
-    "llama": (llama, 1 + 8 + 1),
-    "t5": (lambda: hf.T5ForConditionalGeneration(hf.T5Config()), 1 + 6 + 6),
-    "albert": (lambda: hf.AlbertForMaskedLM(hf.AlbertConfig()), 8),
-    "vit": (vision.vit_b_16, 12 + 1),
-    "swin": (vision.swin_t, 11),
-    "resnet50": (vision.resnet50, 11),
-    "vgg16": (vision.vgg16, 5),
-    "convnext": (vision.convnext_tiny, 16),
-    "unet": (lambda: UNet((64, 128, 256, 512)), 13),
-}
-
-
-@functools.cache
-def real(name: str) -> tuple[nn.Module, Division]:
-    model = in_full_size(REAL[name][0])
-    return model, find_units(model)
+# how many units each model has
+UNITS = {
+    "gpt2": 1 + 12, "llama": 1 + 8 + 1, "t5": 1 + 6 + 6, "albert": 8, "vit": 12 + 1, "swin": 11, "resnet50": 11,
+    "vgg16": 5, "convnext": 16, "unet": 13,
+}  # fmt: skip
 
 
 def size(division: Division) -> list[int]:
@@ -96,12 +63,13 @@ def check_division(model: nn.Module, division: Division) -> None:
     assert streamed <= reached, "a streamed weight that no call brings"
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", FULL_SIZE)
 def test_real_models(name: str) -> None:
     """The number of units, that no weight is lost, and that nearly everything streams in pieces of like size."""
-    model, division = real(name)
+    model = in_full_size(name)
+    division = find_units(model)
     check_division(model, division)
-    assert len(division.units) == REAL[name][1], names(division)
+    assert len(division.units) == UNITS[name], names(division)
     assert not division.unmanaged
     total = sum(p.nbytes for p in model.parameters())
     resident = sum(weight.master.nbytes for weight in division.resident.weights)
