@@ -218,7 +218,7 @@ class SimulatedBackend(Backend):
         seconds = source.nbytes / self._rates[Lane.DOWN]
         return self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
 
-    def beside(self, kind: Kind, job: Job) -> Ticket:
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
         job.action()
         ours, told = OF_VISITS[kind.lane], self._asked_after
         return self._ask(ours, job.nbytes / self._rates[ours], [*job.after, *told], f"{ours} of visits", told=told)
@@ -229,7 +229,7 @@ class SimulatedBackend(Backend):
     def computed(self) -> Ticket:
         return SimulatedTicket(self, self.now, 0.0)
 
-    def ask(self, job: Job) -> None:
+    def issue_when_ready(self, job: Job) -> None:
         self._asked_after = job.after
         job.action()
         self._asked_after = ()
@@ -315,7 +315,7 @@ class SimulatedBackend(Backend):
 
 def simulated(tickets: Iterable[Ticket]) -> list[SimulatedTicket]:
     """Those with a time of their own; a visit's is that of its last piece."""
-    own = [ticket.asked() for ticket in tickets]
+    own = [ticket.issued() for ticket in tickets]
     return [ticket for ticket in own if isinstance(ticket, SimulatedTicket)]
 
 

@@ -112,7 +112,7 @@ class Engine:
         self.planner = planner
         self._is_arranged = False
         self.plan: WindowPlan | None = None  # the planner's choice that weights are placed by
-        self._own_plan: WindowPlan | None = None  # the plan that the planner wants
+        self._wanted_plan: WindowPlan | None = None  # the plan that the planner wants
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
@@ -140,7 +140,7 @@ class Engine:
         self.saved.twins, self.saved.backward = arrangement.twins, self.backward
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
-        self.place()
+        self.place_weights()
         self.activations.measure_anew(self.room.budget is not None)
         move_all_but_parameters(self.module, self.device)
         compiles = self.options.compile
@@ -154,15 +154,15 @@ class Engine:
     def uninstall(self) -> None:
         """Give the module back, except for its buffers. Masters keep their identity and values, and are on the host."""
         if hasattr(self, "guard"):  # the last part, before anything is changed
-            if not self.optimizers.shows_used:
-                self.optimizers.drop_used()
+            if not self.optimizers.shows_used_gradients:
+                self.optimizers.drop_used_gradients()
             self._leave_places()
             for member in self.arrangement.members:
                 # the call of a module that looks into a unit may still be running
                 member.put_back_masters()
                 remove_gate(member)
-            self.arrangement.close()
-        self.living.bring_home(self.module)
+            self.arrangement.detach_weights()
+        self.living.move_all_to_host(self.module)
         self.memory.keep([])
 
     def rearrange(self) -> None:
@@ -177,22 +177,22 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- placing it
 
-    def place(self) -> None:
+    def place_weights(self) -> None:
         """Put weights where the plan and what was learned want them, sent as autocast uses them; no graph may wait."""
         arrangement = self.arrangement
         self._is_arranged = False
-        self._show_used()
-        self.optimizers.drop_used()  # or all of it would have to be shown
+        self._show_used_gradients()
+        self.optimizers.drop_used_gradients()  # or all of it would have to be shown
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(self.plan)
         self.waiting.limit(arrangement.room_for_gradients)
-        self.living.follow(arrangement)
+        self.living.move_units(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream
         gradients = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
-        stream.bring(gradients)
-        stream.routes.landing.serve(units)
+        stream.follow_segments(gradients)
+        stream.routes.landing.size_for(units)
         if self.processes is not None and self._sums_gradients:
             stream.averages = Averages(gradients, self.window, stream.routes, self.processes)
         self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
@@ -205,13 +205,13 @@ class Engine:
         self._is_arranged = True
         self.stats.arrangements += 1
 
-    def _show_used(self) -> None:
+    def _show_used_gradients(self) -> None:
         """Have gradients of what comes to the device be the users', who may zero them there, as `zero_grad` does."""
         coming = () if self.plan is None else self.plan.on_device
         if not coming:
             return
         with self.at_work:
-            for weight, gradient in self.stream.of.items():
+            for weight, gradient in self.stream.gradient_of.items():
                 if weight.unit.name in coming:
                     gradient.show()
 
@@ -222,15 +222,15 @@ class Engine:
 
     def _leave_places(self) -> None:
         """Have nothing under way, and nobody guard weights, follow their gradients, or count on where they lie."""
-        self.graphs.outdate()
-        self.backward.close()
+        self.graphs.outdate_all()
+        self.backward.allow_gradients_of_masters()
         self.optimizers.leave_weights()
         self.steps.settle()
         self.visits.close()
         self.backend.drain()
-        self.stream.close()
+        self.stream.hand_over_gradients()
         self.guard.remove()
-        self.window.abandon()
+        self.window.mark_all_absent()
 
     # ------------------------------------------------------------------------------------------------- reasons for it
 
@@ -256,11 +256,11 @@ class Engine:
             return  # processes that share weights place them when they meet
         may_place = not self._gradients_wait()
         if may_place:
-            self._conclude()
-        self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())
+            self._place_by_findings()
+        self._wanted_plan = self.planner.before_step(self, torch.is_grad_enabled())
         # of several processes all follow the first one's, when they meet
         if may_place and not self._sums_gradients:
-            self._follow(self._own_plan)
+            self._adopt_plan(self._wanted_plan)
 
     def meet(self) -> None:
         """Meet the other processes, before the first step after one that changed weights."""
@@ -271,49 +271,49 @@ class Engine:
         with self.at_work:
             edited: Sequence[str] | RuntimeError
             try:
-                edited = self.window.edited()
+                edited = self.window.pop_edited_segments()
             except RuntimeError as error:  # this process may not write
                 edited = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.every_weight)
             self.room.least = None
-            has_news = learned.has_news or (learned.order is None and bool(self._called()))
-            own = edited, has_news, self._own_plan, self.room.budget
+            has_news = learned.has_news or (learned.order is None and bool(self._called_units()))
+            own = edited, has_news, self._wanted_plan, self.room.budget
             edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
             for edit in edits:
                 if isinstance(edit, RuntimeError):
                     raise edit
-            self.window.note_edited(edits[processes.owner])
+            self.window.note_edits_elsewhere(edits[processes.owner])
             self.room.least = min(filter(None, budgets), default=None)
             if any(news):
-                learned.agree(self.module, self.arrangement.units, self._called(), processes)
-                self._conclude()
+                learned.agree(self.module, self.arrangement.units, self._called_units(), processes)
+                self._place_by_findings()
             else:
-                self._follow(plans[0])
+                self._adopt_plan(plans[0])
 
-    def _conclude(self) -> None:
+    def _place_by_findings(self) -> None:
         """Place weights anew if something was learned that calls for it, or even divide the module anew."""
         arrangement = self.arrangement
         # processes agree on an order when they meet: placing weights may take all of them
-        called = self._called() if self.learned.order is None and not self._sums_gradients else []
-        if not self.learned.conclude(arrangement.units, called):
+        called = self._called_units() if self.learned.order is None and not self._sums_gradients else []
+        if not self.learned.draw_conclusions(arrangement.units, called):
             return
         if self.learned.divided != arrangement.divided:
             self.rearrange()
         else:  # the plan was made for other units
-            self._follow(None, anew=True)
+            self._adopt_plan(None, anew=True)
             self.activations.measure_anew(self.room.budget is not None)
 
-    def _called(self) -> list[str]:
+    def _called_units(self) -> list[str]:
         """Return the names of units that the last step has called, in the order of their calls."""
-        return [self.arrangement.streamed_members[number].unit_name for number in self.order.used()]
+        return [self.arrangement.streamed_members[number].unit_name for number in self.order.used_members()]
 
-    def _follow(self, plan: WindowPlan | None, anew: bool = False) -> None:
+    def _adopt_plan(self, plan: WindowPlan | None, anew: bool = False) -> None:
         """Adopt the window that the planner wants, and what becomes of activations; place weights `anew` anyway."""
         before, self.plan = self.plan, plan
-        self.waiting.follow(None if plan is None else plan.waiting)
+        self.waiting.follow_plan(None if plan is None else plan.waiting)
         if anew or (before and before.window) != (plan and plan.window):
-            self.place()
+            self.place_weights()
         elif plan is not None and self.arrangement.layout.window is before:
             self.arrangement.layout.window = plan
         if self.activations.auto is not None:
@@ -325,14 +325,14 @@ class Engine:
         known = autocasts.common([member.name])
         is_new = known is not dtype and member.name not in autocasts.mixed
         if is_new and (member.is_streamed or self.arrangement.unused_in_step):
-            seen = [self.arrangement.streamed_members[number].name for number in self.order.used()]
+            seen = [self.arrangement.streamed_members[number].name for number in self.order.used_members()]
             if member.name in seen:
                 autocasts.mix(member.name)
             elif self._may_place_now():
                 with self.at_work:
                     self.window.write_back_all()
                 autocasts.switch(known, dtype, seen)
-                self.place()
+                self.place_weights()
                 self.activations.measure_anew(self.room.budget is not None)
                 return
             elif member.is_streamed:
@@ -366,5 +366,5 @@ class Engine:
 
     def has_gradients_on_device(self) -> bool:
         """Tell whether parameters that stay on the device have got gradients since this was asked last."""
-        some_came = self.living.take_news()
+        some_came = self.living.pop_some_came()
         return some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values())

@@ -129,17 +129,20 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------- for users
 
     @contextmanager
-    def step(self, *, goes_on: bool = False) -> Iterator[None]:
+    def step(self, *, continues_last_step: bool = False) -> Iterator[None]:
         """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
         A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
 
         Args:
-            goes_on: Whether it is for a backward pass of the last step, although that has had one.
+            continues_last_step: Whether it is for a backward pass of the last step, although that has had one.
         """
         self._check_attached()
-        with self._calls.alone(), self._calls.step(look_for_new_parameters=True, continues=goes_on):
+        with (
+            self._calls.alone(),
+            self._calls.step(look_for_new_parameters=True, continues_last_step=continues_last_step),
+        ):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -207,7 +210,7 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         stop_listening(self.optimizers)
         engine.uninstall()
-        self.optimizers.close()
+        self.optimizers.remove_hooks()
         engine.saved.close()
         engine.offloader.close()
         # what streams is there: buffers, other parameters, and the states of quantized weights

@@ -41,7 +41,7 @@ class Stats:
     # times that the host waited for an optimizer's step because a weight was accessed
     optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute
-    visits: int = 0  # the part of them that was stepped on the device, where their state visited
+    updates_on_device: int = 0  # the part of them that was stepped on the device, where their state visited
     late_gradients: int = 0  # units whose gradients have waited on the device for their step on the host
     steps_in_backward: int = 0  # the part of them that was stepped before backward had ended
     optimizer_steps: int = 0  # calls of an optimizer's `step`

@@ -71,7 +71,7 @@ class BackwardPass:
         self._graphs: set[Graph] = set()
         self._callback: Callable[[], object] = lambda: None
 
-    def note(self) -> None:
+    def note_sign(self) -> None:
         """Note a sign of a backward pass; the first one opens the pass."""
         if self.running and self._callback() is not None:
             return
@@ -83,7 +83,7 @@ class BackwardPass:
                 if not self.running:
                     if self._device.type == "cpu":  # else it is a thread of autograd's
                         at_work.refuse_others()
-                    at_work.goes_on = get_ident()
+                    at_work.continuing_thread = get_ident()
                     self._task = graph_task()
                     self._events.begin_backward()
                     callback = partial(self._end)
@@ -120,7 +120,7 @@ class BackwardPass:
 
     def _collect(self, weight: Weight, leaf: Tensor) -> None:
         with without_torch_function():
-            self.note()
+            self.note_sign()
             gradient: Tensor | None = GRADIENT.__get__(leaf)
             GRADIENT.__set__(leaf, None)
             if gradient is None or not weight.master.requires_grad:  # frozen since the forward
@@ -128,7 +128,7 @@ class BackwardPass:
             # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
             self._stream.collect(weight, gradient, is_last=graph_task() == self._task)
 
-    def close(self) -> None:
+    def allow_gradients_of_masters(self) -> None:
         """Let masters have gradients of their own again."""
         for _, handle in self._refusing.values():
             handle.remove()
@@ -136,7 +136,7 @@ class BackwardPass:
 
     # -------------------------------------------------------------------------------------------------- units
 
-    def reach(self, unit: Unit, graph: Graph) -> None:
+    def mark_reached(self, unit: Unit, graph: Graph) -> None:
         """Note that backward has reached a unit by a graph."""
         self._graphs.add(graph)
         if not unit.is_reached:
@@ -150,7 +150,7 @@ class BackwardPass:
         if self.running and is_expected and unit.is_valid:
             return
         with self._at_work:
-            self.note()
+            self.note_sign()
             self._window.stats.heals += unit.residency is Residency.ABSENT
             follows = self.running and not is_expected
             if follows:  # nodes that no unit announces: the gradient of a gradient
@@ -168,7 +168,7 @@ class BackwardPass:
         self._events.abandon_backward(self.running)
         self._stream.abandon()
         self.running = False
-        self._at_work.goes_on = None
+        self._at_work.continuing_thread = None
 
     def _end(self) -> None:
         with self._at_work:
@@ -178,7 +178,7 @@ class BackwardPass:
             self._graphs.clear()
             some_came = self._stream.end_backward()
             self.running = False
-            self._at_work.goes_on = None
+            self._at_work.continuing_thread = None
             self._events.end_backward(some_came)
 
     def _leave_units(self) -> None:

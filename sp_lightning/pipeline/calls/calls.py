@@ -42,15 +42,15 @@ class Calls:
     # -------------------------------------------------------------------------------------------------------- a step
 
     @contextmanager
-    def step(self, look_for_new_parameters: bool = False, continues: bool = False) -> Iterator[None]:
-        """Open a scope, which begins a step if it is not within another; or it `continues` the last one's backward."""
+    def step(self, look_for_new_parameters: bool = False, continues_last_step: bool = False) -> Iterator[None]:
+        """Open a scope, which begins a step if it is not within another; or it continues the last one."""
         graphs = self._story.graphs
         if graphs.scopes == 0:
             optimizer_steps.depth = 0  # torch tells nobody of a step that ended with an exception
         # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
         with optimizer_waits():
             if graphs.scopes == 0:
-                self._begin_scope(look_for_new_parameters, continues)
+                self._begin_scope(look_for_new_parameters, continues_last_step)
             graphs.scopes += 1
             try:
                 with self._story.activations.saved.pushed():
@@ -66,27 +66,27 @@ class Calls:
                         self._story.end_step()
                     self._story.relax_guard()
 
-    def _begin_scope(self, look_for_new_parameters: bool, continues: bool) -> None:
+    def _begin_scope(self, look_for_new_parameters: bool, continues_last_step: bool) -> None:
         """Begin a step, unless a backward pass under way has begun it."""
         if in_backward():
-            self._story.backward.note()
+            self._story.backward.note_sign()
             return
         if self._story.backward.running or self._story.running:
             self._story.abandon()  # a backward outside of any scope ended with an exception
-        self._story.begin_step(look_for_new_parameters, continues)
+        self._story.begin_step(look_for_new_parameters, continues_last_step)
 
     @contextmanager
     def _step_of_call(self) -> Iterator[None]:
         """Open the step of a call that is in none, or in one that was left open; leave it open if it may be."""
         graphs = self._story.graphs
         if self in open_steps.models and not open_steps.calls:
-            graphs.begin()
+            graphs.begin_graph()
             if not graphs.waiting():  # its backward is over, or will never come
                 with open_steps.ending():
                     pass
         begins = self._leaves_steps_open and torch.is_grad_enabled() and graphs.scopes == 0
         if begins and not in_backward() and open_steps.may_begin():
-            open_steps.begin(self, self.step(look_for_new_parameters=True))
+            open_steps.open_step(self, self.step(look_for_new_parameters=True))
         open_steps.calls += 1
         try:
             with self.step():
@@ -103,26 +103,26 @@ class Calls:
     def alone(self) -> Iterator[None]:
         """Have this thread compute with the model in the block, and no other one."""
         at_work = self._story.at_work
-        if in_backward() or at_work.computes == get_ident():
+        if in_backward() or at_work.computing_thread == get_ident():
             yield
             return
         for _ in range(_MILLISECONDS):
             self._story.backward.forget_failed()
-            if not self._story.backward.running or at_work.goes_on == get_ident():
+            if not self._story.backward.running or at_work.continuing_thread == get_ident():
                 break
             time.sleep(0.001)  # what a failed pass has held goes in a thread of autograd's
         with at_work:
             at_work.refuse_others()
-            at_work.goes_on = None  # it has ended with an exception
-            at_work.computes = get_ident()
+            at_work.continuing_thread = None  # it has ended with an exception
+            at_work.computing_thread = get_ident()
         try:
             yield
         finally:
-            at_work.computes = None
+            at_work.computing_thread = None
 
     def _needs_step(self) -> bool:
         """Tell whether a call is the outermost one."""
-        is_outermost = self._story.at_work.computes != get_ident() and not in_backward()
+        is_outermost = self._story.at_work.computing_thread != get_ident() and not in_backward()
         return is_outermost or self._story.graphs.scopes == 0 or optimizer_steps.depth > 0
 
     # --------------------------------------------------------------------------------------------------------- a call

@@ -212,7 +212,7 @@ class OpenSteps(threading.local):
         """Tell whether no scope of the user's would end before a step that began now."""
         return top_saved_tensor_hooks() == self._on_top
 
-    def begin(self, model: object, step: AbstractContextManager[None]) -> None:
+    def open_step(self, model: object, step: AbstractContextManager[None]) -> None:
         """Begin a step of a model and leave it open."""
         self._scopes.enter_context(step)
         self.models.append(model)

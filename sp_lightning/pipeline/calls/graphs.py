@@ -53,7 +53,7 @@ class Graphs:
         self.has_served = False
         self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
 
-    def begin(self) -> None:
+    def begin_graph(self) -> None:
         """Begin the graph of a new step; whoever holds nodes of the last one may run a backward through it."""
         self._earlier.add(self.current)
         self.current = Graph(self.current.number + 1)
@@ -63,9 +63,9 @@ class Graphs:
         self.calls += 1
         return self.calls
 
-    def outdate(self) -> None:
+    def outdate_all(self) -> None:
         """Note that weights no longer lie where graphs need them."""
-        self.begin()
+        self.begin_graph()
         for graph in self._earlier:
             graph.outdated = True
 

@@ -73,7 +73,7 @@ class Guard:
         # whether a step or a backward pass is under way, so that operations on masters get the device's weights
         self.in_step = False
         self.window = steps.window
-        self.places = arrangement.twins  # all twins, by the identity of their memory
+        self.twins_by_memory = arrangement.twins  # all twins, by the identity of their memory
         self._stream = steps.stream
         self._device = device
         self._at_work = at_work
@@ -116,7 +116,7 @@ class Guard:
             in_step = in_step and not optimizer_steps.depth
             if in_step and not means_masters:
                 return _run_on_device(func, args, kwargs)
-            if in_step and any(weight.places for _, weight in found):
+            if in_step and any(weight.leaf_count for _, weight in found):
                 return run_on_leaves(func, args, kwargs)
             for guard, weight in found:
                 guard.before_access(weight, means_masters)
@@ -165,7 +165,7 @@ class Guard:
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
         stream = self._stream
-        gradient = stream.of[weight]
+        gradient = stream.gradient_of[weight]
         is_there = gradient.tensor is not None or gradient in stream.pending
         if not (is_there or gradient.of_segment.is_consumed or weight.leftover is not Leftover.NOTHING):
             return
@@ -173,10 +173,10 @@ class Guard:
         # whether it goes or becomes zeros; None if it is read
         to_none = zeroing() if reads else True
         # before there are other gradients, users look at it to zero it by hand
-        is_zeroed = to_none is not None or not any(each.tensor is not None for each in stream.of.values())
+        is_zeroed = to_none is not None or not any(each.tensor is not None for each in stream.gradient_of.values())
         if is_zeroed and weight.leftover is Leftover.USED:
             weight.leftover = Leftover.NOTHING
-        gradient.check()
+        gradient.check_readable()
         if reads and gradient in stream.pending:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to CPU memory, and cannot be "
@@ -224,7 +224,7 @@ class Guard:
     def end_step(self) -> None:
         """Have leaves stand for nothing any more that were served outside of their modules."""
         for weight in self._served:
-            if not weight.places:
+            if not weight.leaf_count:
                 weight.twin.parameter.__class__ = DepartedLeaf
         self._served.clear()
 
@@ -241,13 +241,13 @@ class Guard:
         self._arrangement.learned.touched_outside.append(weight)
 
     def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
-        """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
+        """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note_cast`)."""
         graphs = self._graphs
         if builds_graph:
             if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
                 weight.casts = {}  # no backward adds gradients of these up with those of this cast
             weight.cast_in = graphs.current.number
-        leaf = self._arrangement.learned.casts.note(weight, builds_graph, self._backward.follow_requires_grad)
+        leaf = self._arrangement.learned.casts.note_cast(weight, builds_graph, self._backward.follow_requires_grad)
         # autocast has had the lowered values before the weight was used as it is, and still has them
         if leaf is not weight.twin.parameter:
             with self._at_work:

@@ -29,7 +29,7 @@ class GuardOfMasters(Protocol):
     """Who decides what follows from accesses to masters (guard.py)."""
 
     in_step: bool
-    places: dict[int, Twin]
+    twins_by_memory: dict[int, Twin]
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
@@ -84,7 +84,7 @@ def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -
     with without_torch_function():
         key = 0 if parameter is None else storage_key(parameter)
     for guard in guards:
-        twin = guard.places.get(key)
+        twin = guard.twins_by_memory.get(key)
         if twin is not None:
             raise RuntimeError(
                 f"A forward gives {type(module).__name__} a Parameter {name!r} over the memory of weight "
@@ -123,4 +123,4 @@ def run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _leaf_in_tree(master: HostParameter) -> nn.Parameter:
     _, weight = guarded[id(master)]
-    return weight.twin.parameter if weight.places else master
+    return weight.twin.parameter if weight.leaf_count else master

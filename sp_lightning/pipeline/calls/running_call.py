@@ -37,7 +37,7 @@ class RunningCall:
         self.needed = needed
         self.number = number
         self.nodes: list[Node] = []
-        self._places = places
+        self._twins_by_memory = places
 
     def note_function(self, given: Sequence[Any], output: Any) -> None:
         """Note that a custom Function was applied."""
@@ -47,7 +47,7 @@ class RunningCall:
             return
         self.nodes.append(node)
         for each in given:
-            twin = self._places.get(storage_key(each)) if isinstance(each, Tensor) else None
+            twin = self._twins_by_memory.get(storage_key(each)) if isinstance(each, Tensor) else None
             if twin is not None:
                 twin.unit.has_raw_readers = True
 
@@ -57,7 +57,7 @@ class RunningCall:
         Raises:
             RuntimeError: A clone cannot take the place of a weight there, or a weight may be where nobody can look.
         """
-        places = self._places.keys()
+        places = self._twins_by_memory.keys()
 
         def out_of_place(tensor: Tensor) -> Tensor:
             is_outside = places.isdisjoint(map(storage_key, tensors_in(tensor)))

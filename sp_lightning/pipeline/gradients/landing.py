@@ -16,14 +16,14 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer
 from sp_lightning.pipeline.gradients.waiting import WaitingRoom
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Later
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes
 from sp_lightning.pipeline.weights.segment import GradientLayout, gradient_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
 _UNITS_PER_BUFFER = 5  # they limit how far the optimizer may fall behind
-FEW = 3  # where gradients wait: one is read by the optimizer, one has landed, and one is on its way
+FEW_BUFFERS = 3  # where gradients wait: one is read by the optimizer, one has landed, and one is on its way
 
 
 def landing_buffers(units: int) -> int:
@@ -33,8 +33,8 @@ def landing_buffers(units: int) -> int:
 
 def three_buffers(sizes: Iterable[int]) -> list[int]:
     """Return the sizes of three buffers, for units whose gradients have these sizes."""
-    largest = sorted(sizes, reverse=True)[:FEW]
-    return [*largest[:1], *(FEW - 1) * largest[-1:]]
+    largest = sorted(sizes, reverse=True)[:FEW_BUFFERS]
+    return [*largest[:1], *(FEW_BUFFERS - 1) * largest[-1:]]
 
 
 class LandingBuffers:
@@ -49,7 +49,7 @@ class LandingBuffers:
         self._came: list[int] = []  # bytes of each unit's gradients, as they come
         self._sums: list[int] = []  # in the masters' dtypes
 
-    def serve(self, units: Sequence[Unit]) -> None:
+    def size_for(self, units: Sequence[Unit]) -> None:
         """Have buffers for these units, from when one is needed."""
         self._came = [gradient_bytes(unit.weights) for unit in units]
         self._sums = [max(gradient_bytes(unit.weights), _bytes_of_sums(unit.weights)) for unit in units]
@@ -79,7 +79,7 @@ class LandingBuffers:
             self._make(self._came)
         if nbytes > self._buffers[-1].bytes.nbytes and self._waiting.is_limited:
             self._released.wait_for(lambda: not any(buffer.users for buffer in self._buffers))
-            self.close()
+            self.free_memory()
             self._make([*self._sums, nbytes])
         large = [buffer for buffer in self._buffers if buffer.bytes.nbytes >= nbytes]
         if not large:  # some weights were frozen, or lowered; it is used once
@@ -95,13 +95,13 @@ class LandingBuffers:
             return three_buffers(of_units)
         return sorted(of_units)[-landing_buffers(len(of_units)) :]
 
-    def bring(self, name: str, gradients: Mapping[Gradient, Tensor]) -> Return:
+    def land_late(self, name: str, gradients: Mapping[Gradient, Tensor]) -> LateGradients:
         """Have gradients of a unit that have waited on the device land; neither the host nor computing waits."""
         weights = [gradient.weight for gradient in gradients]
         layout = GradientLayout(weights, [tensor.dtype for tensor in gradients.values()])
-        return Return(name, gradients, layout, self.reserve(layout.nbytes), self._backend)
+        return LateGradients(name, gradients, layout, self.reserve(layout.nbytes), self._backend)
 
-    def abandon(self) -> None:
+    def release_all(self) -> None:
         """Release all buffers, after an exception."""
         with self._released:
             for buffer in self._buffers:
@@ -115,13 +115,13 @@ class LandingBuffers:
         """Return the bytes of host memory that they may take for sums."""
         return sum(self._sizes(self._sums))
 
-    def close(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory, when no copy is under way; what lies in it keeps it."""
         while self._buffers:
             self._buffers.pop().host.release()
 
 
-class Return(Later):
+class LateGradients(DeferredTicket):
     """Gradients on their way from the device to an update on the host; done when they have landed.
 
     They stay what they are: others may read them meanwhile.
@@ -149,12 +149,12 @@ class Return(Later):
         self._backend = backend
         self._copy = Job(self._send, [backend.computed()], self.nbytes)
         after = [] if buffer.last_reader is None else [buffer.last_reader]
-        super().__init__(Job(self._ask, after, rank=BEFORE_OTHER_WORK))
-        backend.ask(self.job)
+        super().__init__(Job(self._issue_copy, after, rank=BEFORE_OTHER_WORK))
+        backend.issue_when_ready(self.job)
 
-    def _ask(self) -> None:
+    def _issue_copy(self) -> None:
         """Ask for the copy."""
-        self.ticket = self._backend.trace.beside(Kind.LATE_GRADIENTS, self._name, self._copy)
+        self.ticket = self._backend.trace.submit_to_lane(Kind.LATE_GRADIENTS, self._name, self._copy)
 
     def _send(self) -> None:
         """Copy gradients to the host, in their lane."""

@@ -45,7 +45,7 @@ class StagingBuffers:
         self._units = units
         self._backend = backend
         self._buffers: list[GradientMemory] = []
-        self.count = STAGING_BUFFERS
+        self.buffer_count = STAGING_BUFFERS
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
@@ -53,7 +53,7 @@ class StagingBuffers:
             return
         nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
         if nbytes:
-            for _ in range(self.count):
+            for _ in range(self.buffer_count):
                 self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
 
     def release(self) -> None:
@@ -80,10 +80,10 @@ class StagingBuffers:
         """Return the bytes of device memory."""
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
-    def close(self) -> None:
+    def drop_buffers(self) -> None:
         """Let go of the buffers."""
         self._buffers.clear()
-        self.count = STAGING_BUFFERS
+        self.buffer_count = STAGING_BUFFERS
 
 
 class _Sum(NamedTuple):
@@ -146,7 +146,7 @@ class Routes:
         memory = of_segment.make_arrived()
         has_norms = self.measures_norms and of_segment.layout.norm_dtype is not None
         self._download(of_segment, gathered, memory, has_norms)
-        of_segment.come_to(memory, gathered, has_norms)
+        of_segment.record_download(memory, gathered, has_norms)
 
     def _pass_to_step(self, of_segment: SegmentGradients) -> None:
         """Have gradients land for the optimizer, which steps the unit with them and needs none that are kept."""
@@ -167,13 +167,13 @@ class Routes:
             norm = None
             if norm_dtype is not None:
                 norm = torch.empty((), dtype=torch.float32, device="cpu")
-            gradient.come(total, norm)
+            gradient.set_tensor(total, norm)
             sums.append(_Sum(total, summed, landed, norm))
         moved = 2 * sum(of_weight.total.nbytes for of_weight in sums)
         after = [ticket for ticket in (earlier, of_segment.ticket) if ticket is not None]
         job = Job(partial(_add_up, sums, norm_dtype), after, moved, buffer.release)
         buffer.last_reader = self._backend.trace.work(Kind.ADD, of_segment.unit.name, job)
-        of_segment.wait_for(buffer.last_reader)
+        of_segment.set_ticket(buffer.last_reader)
 
     def _stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
         """Have gradients stay on the device, added to those that have, until the unit is updated.
@@ -181,7 +181,7 @@ class Routes:
         Their norms leave, if these are measured. If the device has no memory for a sum, all go to the host after all.
         """
         of_segment.release_memory()  # that nobody needs, and wait for norms that were there
-        of_segment.stay()
+        of_segment.mark_on_device()
         gathered = of_segment.take_gathered()
         with without_torch_function(), torch.no_grad():
             for gradient, tensor in list(gathered.items()):
@@ -209,8 +209,8 @@ class Routes:
         staging = self.staging.take(layout.nbytes)
         measured = staging.views(layout)[1][: len(held)]
         torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)
-        memory = of_segment.segment.memory.get_beside("norms", layout.nbytes - layout.norms_at, pin=True).bytes
-        self.leave(of_segment, memory[: measured.nbytes], staging, layout.norms_at)
+        memory = of_segment.segment.memory.get_companion("norms", layout.nbytes - layout.norms_at, pin=True).bytes
+        self.download_part(of_segment, memory[: measured.nbytes], staging, layout.norms_at)
         landed = tensor_in(memory, 0, measured, torch.float32)
         for gradient, norm in zip(held, landed, strict=True):
             gradient.norm = norm
@@ -222,7 +222,7 @@ class Routes:
         gathered = of_segment.take_gathered()
         buffer = self.landing.take(of_segment.layout.nbytes)
         self._download(of_segment, gathered, buffer, has_norms=False)
-        of_segment.come_to(buffer, gathered, has_norms=False)
+        of_segment.record_download(buffer, gathered, has_norms=False)
         return buffer
 
     def _download(
@@ -242,9 +242,9 @@ class Routes:
         if has_norms:  # also of those that have not come
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
-        self.leave(of_segment, memory.bytes[:nbytes], staging)
+        self.download_part(of_segment, memory.bytes[:nbytes], staging)
 
-    def leave(
+    def download_part(
         self,
         of_segment: SegmentGradients,
         target: Tensor,
@@ -255,6 +255,6 @@ class Routes:
         source = staging.bytes[begin : begin + target.nbytes]
         ticket = self._backend.trace.download(Kind.GRADIENTS, of_segment.unit.name, target, source)
         staging.ticket = ticket
-        of_segment.wait_for(ticket)
+        of_segment.set_ticket(ticket)
         self._stats.bytes_to_host += target.nbytes
         return ticket

@@ -54,7 +54,7 @@ class Gradient:
             return True
         return master.grad is not None
 
-    def come(self, tensor: Tensor, norm: Tensor | None = None, is_sum: bool = False) -> None:
+    def set_tensor(self, tensor: Tensor, norm: Tensor | None = None, is_sum: bool = False) -> None:
         """Note where the engine has it, or will have it, and where its norm."""
         self.tensor = tensor
         self.norm = norm
@@ -68,9 +68,9 @@ class Gradient:
         # a GPU-side update reads all gradients in one place
         device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
         zeros = torch.zeros_like(self.weight.host, device=device)
-        self.come(zeros, zeros.new_zeros(()))
+        self.set_tensor(zeros, zeros.new_zeros(()))
 
-    def check(self) -> None:
+    def check_readable(self) -> None:
         """Raise if it is to be read or changed, and was used already."""
         if self.of_segment.is_consumed:
             raise used_in_backward(self.weight.name)
@@ -108,7 +108,7 @@ def drop(gradients: Collection[Gradient]) -> None:
         gradient.tensor = gradient.norm = None
         gradient.factors = ()
     for of_segment in {gradient.of_segment for gradient in gradients}:
-        if not of_segment.held:
+        if not of_segment.stored_gradients:
             of_segment.is_on_device = False
 
 
@@ -120,7 +120,7 @@ class StepInBackward(Protocol):
     def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether it uses gradients that are complete."""
 
-    def receive(self, of_segment: SegmentGradients) -> None:
+    def step_with(self, of_segment: SegmentGradients) -> None:
         """Use them."""
 
 
@@ -203,7 +203,7 @@ class SegmentGradients:
 
     def consume(self) -> None:
         """Note that the unit is stepped with them, before `step()` is called."""
-        assert self.held, self.unit.name
+        assert self.stored_gradients, self.unit.name
         self.is_consumed = self.unit.is_used_up = True
 
     def acknowledge_step(self) -> None:
@@ -211,16 +211,16 @@ class SegmentGradients:
         assert self.is_consumed, self.unit.name
         self.is_consumed = self.unit.is_used_up = False
 
-    def stay(self) -> None:
+    def mark_on_device(self) -> None:
         """Note that what the engine has of them stays on the device."""
         self.is_on_device = True
 
-    def leave_device(self) -> None:
+    def mark_on_host(self) -> None:
         """Note that what the engine has of them is on the host now."""
         self.is_on_device = False
 
     @property
-    def held(self) -> list[Gradient]:
+    def stored_gradients(self) -> list[Gradient]:
         """Those that the engine has, beside what is gathered."""
         return [gradient for gradient in self.gradients if gradient.tensor is not None]
 
@@ -290,12 +290,12 @@ class SegmentGradients:
             if self.sums is None:
                 self.release_memory()  # what lies in it keeps it
                 # the device writes no sums, but reads them if the unit visits
-                self.sums = self._make_memory(self.sum_layout, pin=self.unit.visits)
+                self.sums = self._make_memory(self.sum_layout, pin=self.unit.updates_on_device)
             memory = self.sums
         return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
     def _make_memory(self, layout: GradientLayout, pin: bool) -> GradientMemory:
-        buffer = self.segment.memory.get_beside("gradients", layout.nbytes, pin=False)
+        buffer = self.segment.memory.get_companion("gradients", layout.nbytes, pin=False)
         if pin:
             buffer.pin()
         return GradientMemory(buffer.bytes)
@@ -303,10 +303,10 @@ class SegmentGradients:
     def release_memory(self) -> None:
         """Let go of the memory; what lies in it keeps it."""
         self.wait()
-        self.segment.memory.release_beside("gradients")
-        self.close()
+        self.segment.memory.release_companion("gradients")
+        self.forget_memory()
 
-    def close(self) -> None:
+    def forget_memory(self) -> None:
         """Forget the memory, which lies beside the masters."""
         self.arrived = self.sums = None
 
@@ -330,14 +330,14 @@ class SegmentGradients:
 
     # --------------------------------------------------------------------------------------------- what is on its way
 
-    def come_to(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
+    def record_download(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
         """Note in which memory those lie that were gathered, as they came, and maybe their norms."""
         tensors, norms = memory.views(self.layout)
         for index, gradient in enumerate(self.trained):
             if gradient in gathered:
-                gradient.come(tensors[index], norms[index] if has_norms else None)
+                gradient.set_tensor(tensors[index], norms[index] if has_norms else None)
 
-    def wait_for(self, ticket: Ticket) -> None:
+    def set_ticket(self, ticket: Ticket) -> None:
         """Have whoever waits for them wait for this ticket, which comes after all that is on its way."""
         self.ticket = ticket
 

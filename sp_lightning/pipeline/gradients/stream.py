@@ -43,30 +43,30 @@ class GradientStream:
     """
 
     def __init__(self, window: Window, routes: Routes, waiting: WaitingRoom, device: DeviceRoom) -> None:
-        self.early: StepInBackward | None = None
+        self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
         self.averages: Averages | None = None  # over processes; None if there is only one
         self._window = window
         self._waiting = waiting
         self._device = device
-        self.bring(())
+        self.follow_segments(())
 
-    def bring(self, by_segment: Sequence[SegmentGradients]) -> None:
+    def follow_segments(self, by_segment: Sequence[SegmentGradients]) -> None:
         """Bring the gradients of these segments from now on; it has none of others."""
         self._by_segment = by_segment
-        self.of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
+        self.gradient_of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
 
     def is_used_up(self, weight: Weight) -> bool:
         """Tell whether an optimizer has stepped a weight in backward, and its `step()` is yet to be called."""
-        gradient = self.of.get(weight)
+        gradient = self.gradient_of.get(weight)
         return gradient is not None and gradient.of_segment.is_consumed
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
     def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
         """Put a gradient with the others of its unit, and send them if all are there; `is_last`: no more will come."""
-        gradient = self.of[weight]
+        gradient = self.gradient_of[weight]
         of_segment = gradient.of_segment
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
         if not is_sendable or of_segment.is_consumed:
@@ -86,7 +86,7 @@ class GradientStream:
         """
         unit = of_segment.unit
         is_needed = unit.handles > 0 or unit.has_raw_readers or len(of_segment.trained) < len(unit.weights)
-        return is_needed and self.early is not None
+        return is_needed and self.early_step is not None
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
         """Have what has come before leave, unless it leaves together with this; return what is to leave.
@@ -129,11 +129,11 @@ class GradientStream:
             # leaves of the same weight have gradients of their own, and somebody may see how it is added up
             if gradient.weight.other_twins or is_seen:
                 is_final = False
-        if self.averages is not None and self.averages.send(of_segment, is_final, self.early):
+        if self.averages is not None and self.averages.send(of_segment, is_final, self.early_step):
             return
         # a GPU-side update may still read the sums that were there, and begins where somebody waits for it; a step of
         # the host is over, as computing has waited for the weights that it has left
-        if of_segment.is_on_device or (of_segment.memory is not None and of_segment.unit.visits):
+        if of_segment.is_on_device or (of_segment.memory is not None and of_segment.unit.updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         self._ship(of_segment, is_final and not of_segment.missing, is_seen)
@@ -145,14 +145,14 @@ class GradientStream:
         route = self._route(of_segment, early, is_final and steps_next, is_seen)
         self.routes.send(of_segment, route, more_comes=not steps_next)
         if early is not None:
-            early.receive(of_segment)
+            early.step_with(of_segment)
 
     def _early_step(self, of_segment: SegmentGradients, is_final: bool) -> StepInBackward | None:
         """Return the step in backward that uses what was gathered; None if there is none."""
         # another process may see what this one does not: they are averaged when backward has ended
-        if self.early is None or not is_final or self.averages is not None:
+        if self.early_step is None or not is_final or self.averages is not None:
             return None
-        return self.early if self.early.wants(of_segment) else None
+        return self.early_step if self.early_step.wants(of_segment) else None
 
     def _route(
         self,
@@ -174,9 +174,9 @@ class GradientStream:
         has_sums = of_segment.sums is not None
         if of_segment.is_on_device:
             return Route.STAY
-        if of_segment.held:
+        if of_segment.stored_gradients:
             return Route.ADD
-        if of_segment.unit.visits and is_updated_next and not has_sums:
+        if of_segment.unit.updates_on_device and is_updated_next and not has_sums:
             return Route.STAY
         if early is not None and not early.keeps_gradients:
             return Route.PASS_TO_STEP
@@ -193,7 +193,7 @@ class GradientStream:
     def bytes_on_device(self) -> int:
         """Return the bytes of gradients that stay on the device."""
         staying = [of_segment for of_segment in self._by_segment if of_segment.is_on_device]
-        tensors = [gradient.tensor for of_segment in staying for gradient in of_segment.held]
+        tensors = [gradient.tensor for of_segment in staying for gradient in of_segment.stored_gradients]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     # ------------------------------------------------------------------------------------------- when backward ends
@@ -203,7 +203,7 @@ class GradientStream:
         """Send what is left, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
         if self.pending and self.averages is not None:
-            self.averages.send_rest(self.early)
+            self.averages.send_rest(self.early_step)
         some_came = bool(self.pending)
         seen = [gradient for gradient, is_seen in self.pending.items() if is_seen]
         self.pending.clear()
@@ -231,7 +231,7 @@ class GradientStream:
             of_segment.abandon()
         drop([gradient for gradient, is_seen in self.pending.items() if is_seen])
         self.pending.clear()
-        self.routes.landing.abandon()
+        self.routes.landing.release_all()
 
     # ------------------------------------------------------------------- between one backward pass and the next
 
@@ -239,7 +239,7 @@ class GradientStream:
         """Wait until every gradient has landed and been added."""
         waits = False
         for of_segment in self._by_segment:
-            if of_segment.ticket is not None and of_segment.held:
+            if of_segment.ticket is not None and of_segment.stored_gradients:
                 waits = True
                 of_segment.wait()
         if waits:
@@ -257,14 +257,14 @@ class GradientStream:
                 gradient.weight.leftover = Leftover.USED
         drop(gradients)
 
-    def close(self) -> None:
+    def hand_over_gradients(self) -> None:
         """Show all gradients; units' own memory stays beside their masters'."""
         self.abandon()
         self.show_all()
         for of_segment in self._by_segment:
-            of_segment.close()
-        self.routes.staging.close()
-        self.routes.landing.close()
+            of_segment.forget_memory()
+        self.routes.staging.drop_buffers()
+        self.routes.landing.free_memory()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:

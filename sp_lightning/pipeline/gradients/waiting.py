@@ -53,7 +53,7 @@ class WaitingRoom:
         """Limit the host memory that gradients take before there is a plan."""
         self.host_bytes = min(self.host_bytes, host_bytes)
 
-    def follow(self, planned: Collection[str] | None) -> None:
+    def follow_plan(self, planned: Collection[str] | None) -> None:
         """Have the gradients of these units wait; None leaves it to backward."""
         if planned != self.planned:
             self.planned = planned
@@ -102,13 +102,13 @@ def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
     before, like = gradient.tensor, gradient.weight.layout
     if before is not None:
         total = before.to(gradient.weight.dtype, copy=not gradient.is_sum)
-        gradient.come(total.add_(tensor), is_sum=True)
+        gradient.set_tensor(total.add_(tensor), is_sum=True)
     elif more_comes or tensor.stride() != like.stride():  # an update reads it in the order of memory
         dtype = gradient.weight.dtype if more_comes else tensor.dtype
         own = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
-        gradient.come(own, is_sum=more_comes)
+        gradient.set_tensor(own, is_sum=more_comes)
     else:
-        gradient.come(tensor)
+        gradient.set_tensor(tensor)
 
 
 def move_to_host(gradients: Iterable[Gradient]) -> None:
@@ -116,5 +116,5 @@ def move_to_host(gradients: Iterable[Gradient]) -> None:
     for gradient in gradients:
         if gradient.tensor is not None:
             norm = gradient.norm
-            gradient.come(gradient.tensor.cpu(), norm)
-        gradient.of_segment.leave_device()
+            gradient.set_tensor(gradient.tensor.cpu(), norm)
+        gradient.of_segment.mark_on_host()

@@ -62,10 +62,10 @@ class EngineAtWork(OfOneProcess):
         super().__init__()
         self._lock = threading.RLock()
         self._depth = 0
-        self._unseen = without_torch_function()
+        self._without_guard = without_torch_function()
         # the threads that compute with the model, and whose backward or optimizer step is under way
-        self.computes: int | None = None
-        self.goes_on: int | None = None
+        self.computing_thread: int | None = None
+        self.continuing_thread: int | None = None
 
     def __enter__(self) -> None:
         if self.is_forked:
@@ -73,12 +73,12 @@ class EngineAtWork(OfOneProcess):
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
-            self._unseen.__enter__()
+            self._without_guard.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._unseen.__exit__(*exc_info)
+            self._without_guard.__exit__(*exc_info)
         self._lock.release()
 
     def __bool__(self) -> bool:
@@ -86,7 +86,7 @@ class EngineAtWork(OfOneProcess):
 
     def refuse_others(self) -> None:
         """Raise if another thread computes with the model."""
-        if {self.computes, self.goes_on} - {None, threading.get_ident()}:
+        if {self.computing_thread, self.continuing_thread} - {None, threading.get_ident()}:
             raise RuntimeError(
                 "A thread computes with a model, or steps its optimizer, while another thread "
                 "computes with it, but only the weights that one of them needs next are on the GPU. "

@@ -19,7 +19,7 @@ it, before any other job, and `wait` blocks the host until it has: computing can
 holds up no other copy meanwhile. So copies to the device need not keep their order: before another copy into the same
 memory is asked for, computing has to wait for the earlier one.
 
-Optimizer state that visits the device goes up, is stepped and comes down in lanes of its own (`beside`), each after
+Optimizer state that visits the device goes up, is stepped and comes down in lanes of its own (`submit_to_lane`), each after
 what it needs: it waits for memory in between, and would hold up other copies. So do gradients that have waited on the
 device for their unit's update.
 
@@ -48,7 +48,7 @@ _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 # the rank of a copy that comes after work; steps have their place in the forward
 BEFORE_OTHER_WORK = -1
-BESIDE = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
+UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
 """What is done beside computing in lanes of its own, as it waits for memory: all for updates of units."""
 
 
@@ -116,7 +116,7 @@ class Backend(ABC):
         return self._host.submit(job)
 
     @abstractmethod
-    def beside(self, kind: Kind, job: Job) -> Ticket:
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
         """Have the device run what a job asks of it beside computing, in the lane for its kind (`BESIDE`).
 
         It comes after what the lane has to do already, and after the job's tickets, which are the device's.
@@ -132,7 +132,7 @@ class Backend(ABC):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes between host and device, in the lane that runs this."""
 
-    def ask(self, job: Job) -> None:
+    def issue_when_ready(self, job: Job) -> None:
         """Have a job ask the device for something when it is ready: now, or on the thread for work on host memory."""
         if job.is_ready:
             job.run()
@@ -185,7 +185,7 @@ class Backend(ABC):
         self._host.close()
 
 
-class _Entry(NamedTuple):
+class _TraceEntry(NamedTuple):
     kind: Kind
     name: str
     nbytes: int
@@ -198,7 +198,7 @@ class _Log:
     """What a recording notes."""
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+        self.entries: list[_TraceEntry] = []
         self.steps: list[Any] = []  # marks of when they began
 
 
@@ -213,7 +213,7 @@ class Trace:
         self._backend = backend
         self._is_on = False  # whether somebody records or profiles
         self._logs: list[_Log] = []  # of recordings, which may overlap
-        self._computing: _Entry  # what the range below is for
+        self._computing: _TraceEntry  # what the range below is for
         self._range: record_function | None = None  # of the unit that is computing now
 
     def upload(
@@ -225,22 +225,22 @@ class Trace:
         after: Ticket | None = None,
     ) -> Ticket:
         """Ask for a copy to the device."""
-        return self._ask(kind, name, source.nbytes, self._backend.upload, target, source, after)
+        return self._request(kind, name, source.nbytes, self._backend.upload, target, source, after)
 
     def download(self, kind: Kind, name: str, target: Tensor, source: Tensor) -> Ticket:
         """Ask for a copy to the host."""
-        return self._ask(kind, name, source.nbytes, self._backend.download, target, source)
+        return self._request(kind, name, source.nbytes, self._backend.download, target, source)
 
-    def beside(self, kind: Kind, name: str, job: Job) -> Ticket:
+    def submit_to_lane(self, kind: Kind, name: str, job: Job) -> Ticket:
         """Ask for work beside computing, for the update of a unit."""
-        return self._ask(kind, name, job.nbytes, self._backend.beside, kind, job)
+        return self._request(kind, name, job.nbytes, self._backend.submit_to_lane, kind, job)
 
-    def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
+    def _request(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
         if not self._is_on:
             return ask(*args)
         with _range(kind.label, name):
             ticket = ask(*args)
-        self._note(_Entry(kind, name, nbytes, ticket))
+        self._note(_TraceEntry(kind, name, nbytes, ticket))
         return ticket
 
     def work(self, kind: Kind, name: str, job: Job) -> Ticket:
@@ -248,7 +248,7 @@ class Trace:
         if self._is_on:
             job.action = _range(kind.label, name)(job.action)
         ticket = self._backend.work(job)
-        self._note(_Entry(kind, name, job.nbytes, ticket))
+        self._note(_TraceEntry(kind, name, job.nbytes, ticket))
         return ticket
 
     def wait(self, ticket: Ticket, what: str) -> None:
@@ -268,28 +268,28 @@ class Trace:
     def _stall(self, wait: Callable[[], None], what: str) -> None:
         begin = self._backend.mark()
         wait()
-        self._note(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+        self._note(_TraceEntry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
 
-    def _note(self, entry: _Entry) -> None:
+    def _note(self, entry: _TraceEntry) -> None:
         for log in self._logs:
             log.entries.append(entry)
 
-    def begin(self, kind: Kind, name: str, is_recomputed: bool = False) -> None:
+    def begin_computing(self, kind: Kind, name: str, is_recomputed: bool = False) -> None:
         """Note that a unit begins to compute, and that the one before it is done."""
         if self._is_on:
-            self.end()
+            self.end_computing()
             self._range = _range("recompute" if is_recomputed else kind.label, name)
             self._range.__enter__()  # type: ignore[no-untyped-call]
-            self._computing = _Entry(kind, name, 0, None, self._backend.mark())
+            self._computing = _TraceEntry(kind, name, 0, None, self._backend.mark())
 
-    def end(self) -> None:
+    def end_computing(self) -> None:
         """Note that the unit that was computing is done."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._note(self._computing._replace(end=self._backend.mark()))
             self._range = None
 
-    def begin_step(self) -> None:
+    def mark_step(self) -> None:
         """Note that a step begins; whether it is profiled is asked here alone."""
         self._is_on = bool(self._logs) or profiler_is_on()
         for log in self._logs:
@@ -307,7 +307,7 @@ class Trace:
         try:
             yield recording
         finally:
-            self.end()
+            self.end_computing()
             marks = [*log.steps, self._backend.mark()]
             try:
                 # copies that come after a job are asked for only now, and have to be timed, too
@@ -320,7 +320,7 @@ class Trace:
             moments = [self._backend.seconds(origin.device, mark) for mark in marks]
             recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
 
-    def _span(self, entry: _Entry, origin: Origin) -> Span | None:
+    def _span(self, entry: _TraceEntry, origin: Origin) -> Span | None:
         if entry.ticket is not None:
             begin, end = entry.ticket.interval(origin)
         else:

@@ -21,8 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.host_memory import usable_cores
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, BESIDE, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Later, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -46,8 +46,8 @@ class HostBackend(Backend):
         super().__init__(torch.device("cpu"), poison, host)
         self._up = worker("superpipeline-upload")
         self._down = worker("superpipeline-download")
-        self._beside = {kind: worker(f"superpipeline-{kind.label}") for kind in BESIDE}
-        self._copying = (self._up, self._down, *self._beside.values())
+        self._update_lanes = {kind: worker(f"superpipeline-{kind.label}") for kind in UPDATE_KINDS}
+        self._copying = (self._up, self._down, *self._update_lanes.values())
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -65,8 +65,8 @@ class HostBackend(Backend):
         return self._down.submit(Job(partial(copy_memory, target, source)))
 
     @override
-    def beside(self, kind: Kind, job: Job) -> Ticket:
-        return self._beside[kind].submit(job)
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
+        return self._update_lanes[kind].submit(job)
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -147,9 +147,9 @@ class AcceleratorBackend(Backend):
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
             # state that visits waits for memory, which would hold up other copies on their streams
-            self._beside = {kind: self._api.Stream() for kind in BESIDE}
+            self._update_streams = {kind: self._api.Stream() for kind in UPDATE_KINDS}
             # or each of a step's many small kernels would wait behind the large ones that compute
-            self._beside[Kind.VISIT] = self._api.Stream(priority=-1)
+            self._update_streams[Kind.VISIT] = self._api.Stream(priority=-1)
         self.pins = device.type == "cuda"
         self._refusals = 0  # to page-lock memory
         if self.pins:
@@ -176,13 +176,13 @@ class AcceleratorBackend(Backend):
             self._up_behind_work.wait_event(computed)
             later.ticket = self._copy(self._up_behind_work, target, source)
 
-        later = Later(Job(issue, [after], rank=BEFORE_OTHER_WORK))
+        later = DeferredTicket(Job(issue, [after], rank=BEFORE_OTHER_WORK))
         # the device can wait for a visit's
-        if after.is_asked and isinstance(asked := after.asked(), _StreamTicket):
-            self._up_behind_work.wait_event(asked.event)
+        if after.is_issued and isinstance(issued := after.issued(), _StreamTicket):
+            self._up_behind_work.wait_event(issued.event)
             issue()
             return later.ticket
-        self.ask(later.job)
+        self.issue_when_ready(later.job)
         return later
 
     @override
@@ -191,8 +191,8 @@ class AcceleratorBackend(Backend):
         return self._copy(self._down, target, source)
 
     @override
-    def beside(self, kind: Kind, job: Job) -> Ticket:
-        stream = self._beside[kind]
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
+        stream = self._update_streams[kind]
         for earlier in job.after:
             stream.wait_event(_event_of(earlier))
         return self._issue(stream, job.action)
@@ -211,7 +211,7 @@ class AcceleratorBackend(Backend):
 
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
         # the host's thread sleeps until it is down, or it would spin beside the one that launches kernels
-        to_host = (self._down, self._beside[Kind.STATE_DOWN], self._beside[Kind.LATE_GRADIENTS])
+        to_host = (self._down, self._update_streams[Kind.STATE_DOWN], self._update_streams[Kind.LATE_GRADIENTS])
         sleeps = self.device.type == "cuda" and stream in to_host
         flags = {"blocking": True} if sleeps else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
@@ -294,14 +294,14 @@ class AcceleratorBackend(Backend):
     @override
     def drain(self) -> None:
         self._host.drain()
-        for stream in (self._up, self._up_behind_work, self._down, *self._beside.values()):
+        for stream in (self._up, self._up_behind_work, self._down, *self._update_streams.values()):
             stream.synchronize()
 
 
 def _event_of(ticket: Ticket) -> Any:
-    asked = ticket.asked()
-    assert isinstance(asked, _StreamTicket)
-    return asked.event
+    issued = ticket.issued()
+    assert isinstance(issued, _StreamTicket)
+    return issued.event
 
 
 def _cudart() -> Any:

@@ -102,7 +102,7 @@ class Ticket(ABC):
         steps_on_device: Whether it is an optimizer step whose weights computing can use before the host has them.
     """
 
-    held: Sequence[object] = ()
+    keeps_alive: Sequence[object] = ()
     steps_on_device = False
 
     @abstractmethod
@@ -123,11 +123,11 @@ class Ticket(ABC):
         raise NotImplementedError
 
     @property
-    def is_asked(self) -> bool:
+    def is_issued(self) -> bool:
         """Whether `asked` would return at once."""
         return True
 
-    def asked(self) -> Ticket:
+    def issued(self) -> Ticket:
         """Return the ticket of what was asked of a device, for which computing can wait; block until it was asked."""
         return self
 
@@ -211,7 +211,7 @@ class Job(Ticket):
         self.under_way.release()
 
 
-class Later(Ticket):
+class DeferredTicket(Ticket):
     """The ticket of what a job asks of a device, before that job has run, or was even handed over."""
 
     ticket: Ticket  # there once the job is done, unless it has failed
@@ -221,7 +221,7 @@ class Later(Ticket):
 
     @override
     def join(self) -> None:
-        self.asked().join()
+        self.issued().join()
 
     @property
     @override
@@ -230,15 +230,15 @@ class Later(Ticket):
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
-        return self.asked().interval(origin)
+        return self.issued().interval(origin)
 
     @property
     @override
-    def is_asked(self) -> bool:
+    def is_issued(self) -> bool:
         return self.job.done
 
     @override
-    def asked(self) -> Ticket:
+    def issued(self) -> Ticket:
         self.job.join()
         return self.ticket
 

@@ -48,7 +48,7 @@ class _Norm:
         return norm
 
 
-class _Found:
+class _FoundGradients:
     """The gradients of parameters.
 
     Attributes:
@@ -168,7 +168,7 @@ class Clipping:
             found.multiply_others(inverse_scale)
             return overflow
 
-    def _clip_norm(self, found: _Found, max_norm: float) -> None:
+    def _clip_norm(self, found: _FoundGradients, max_norm: float) -> None:
         ours = found.ours
         dtype = ours[0].weight.dtype
         with torch.inference_mode(False):
@@ -181,12 +181,12 @@ class Clipping:
         for gradient in ours:
             gradient.scale(factor)
         for of_segment in by_segment:
-            of_segment.wait_for(ticket)
+            of_segment.set_ticket(ticket)
         if found.others:
             ticket.join()
             found.multiply_others(factor)
 
-    def _why_torch_clips(self, found: _Found) -> str | None:
+    def _why_torch_clips(self, found: _FoundGradients) -> str | None:
         """Return why norms cannot be had with the bits that torch's have; None if they can."""
         if found.why_torch_reads is not None:
             return found.why_torch_reads
@@ -207,14 +207,14 @@ class Clipping:
             return "a scaled norm rounds in another way than the norm of what is scaled"
         return None
 
-    def _find(self, parameters: Iterable[nn.Parameter]) -> _Found:
+    def _find(self, parameters: Iterable[nn.Parameter]) -> _FoundGradients:
         """Find the gradients of parameters."""
-        found = _Found()
+        found = _FoundGradients()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._stream.of[weight]
+            gradient = None if weight is None else self._stream.gradient_of[weight]
             if gradient is not None:
-                gradient.check()
+                gradient.check_readable()
                 if gradient.weight.leftover is Leftover.ZEROS:
                     gradient.fill_zeros()
             if gradient is not None and gradient.tensor is not None:

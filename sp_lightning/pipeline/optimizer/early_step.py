@@ -12,7 +12,7 @@ from itertools import chain
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
-from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
+from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 
 
@@ -29,11 +29,11 @@ class EarlyStep(Step):
     def __init__(
         self,
         optimizer: Optimizer,
-        plan: Plan,
+        optimizer_weights: OptimizerWeights,
         steps: UnitSteps,
         keeps_gradients: bool,
     ) -> None:
-        super().__init__(optimizer, plan, steps.fused)
+        super().__init__(optimizer, optimizer_weights, steps.fused)
         self.keeps_gradients = keeps_gradients
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
@@ -45,25 +45,25 @@ class EarlyStep(Step):
         """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
         unit = of_segment.unit
         # weights apart would have to wait for the step, and an alias must not show it before backward is over
-        if unit.resident or unit.apart or unit.handles or unit.has_aliases:
+        if unit.resident or unit.split_off or unit.handles or unit.has_aliases:
             return False
         if unit.has_raw_readers and unit.calls_to_come:
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained
-        return trained == len(gradients) and self.plan.gradients.keys() >= set(gradients)
+        return trained == len(gradients) and self.optimizer_weights.gradients.keys() >= set(gradients)
 
-    def receive(self, of_segment: SegmentGradients) -> None:
+    def step_with(self, of_segment: SegmentGradients) -> None:
         """Have a unit stepped, here or by the process that owns it, and let go of its gradients."""
         unit, steps = of_segment.unit, self._steps
         averages = steps.stream.averages
         if averages is not None:
             averages.pass_on(of_segment, steps.window.copies_of([unit]))
         if not unit.is_followed:  # else its step is counted
-            self.use(of_segment.trained)
+            self.collect_gradients(of_segment.trained)
         steps.step(unit, self)
-        if unit.visit is not None:
-            unit.visit.begin(in_place=False)
+        if unit.pending_device_step is not None:
+            unit.pending_device_step.begin(in_place=False)
         if unit in self.awaited and averages is None:
             steps.finish([unit])
         unit.is_ahead = averages is not None
@@ -90,10 +90,10 @@ class EarlyStep(Step):
 
     def abandon(self) -> None:
         """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""
-        for unit in self.plan.units:
-            self._steps.count(unit, self.plan)
+        for unit in self.optimizer_weights.units:
+            self._steps.publish_step_without_gradients(unit, self.optimizer_weights)
         self.acknowledge()
-        trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
+        trained = sum(gradient.weight.master.requires_grad for gradient in self.optimizer_weights.gradients)
         stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(
@@ -103,12 +103,12 @@ class EarlyStep(Step):
                 stacklevel=2,
             )
 
-    def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
+    def check_promises(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, why_not: str | None) -> None:
         """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
         why = None
         if optimizer is not self.optimizer:
             stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
-            if not plan.gradients.keys().isdisjoint(stepped):
+            if not optimizer_weights.gradients.keys().isdisjoint(stepped):
                 why = f"{type(optimizer).__name__} is about to update some of their weights before `step()`"
         elif why_not is not None:
             why = why_not

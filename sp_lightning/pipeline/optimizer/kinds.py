@@ -141,7 +141,7 @@ class Afterwards(enum.Enum):
     """It stays until the user's `zero_grad`, and is added to if there is none."""
 
 
-class Plan:
+class OptimizerWeights:
     """What is decided once for an optimizer, as long as its param groups have the same parameters."""
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
@@ -152,13 +152,13 @@ class Plan:
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
                 if weight is not None and not isinstance(weight, QuantizedWeight):  # nobody trains these
-                    self.gradients[stream.of[weight]] = number
+                    self.gradients[stream.gradient_of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}
         # the units that its weights are in, first the one that the next forward needs first
         self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
 
 
-Used: TypeAlias = tuple[Tensor, dict[str, Any]]
+StepInput: TypeAlias = tuple[Tensor, dict[str, Any]]
 """A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
 
 
@@ -172,14 +172,14 @@ class Step:
             makes state, which depends on torch's default dtype, for one.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, fused: bool) -> None:
+    def __init__(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, fused: bool) -> None:
         self.optimizer = optimizer
-        self.plan = plan
+        self.optimizer_weights = optimizer_weights
         self.fused = fused
-        self.used: defaultdict[Unit, dict[Gradient, Used]] = defaultdict(dict)
+        self.inputs_by_unit: defaultdict[Unit, dict[Gradient, StepInput]] = defaultdict(dict)
         self.awaited: set[Unit] = set()
 
-    def use(self, gradients: Iterable[Gradient]) -> None:
+    def collect_gradients(self, gradients: Iterable[Gradient]) -> None:
         """Have it use what there is of these gradients.
 
         Without one, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
@@ -199,13 +199,13 @@ class Step:
                     raise refusal(weight, tensor)
                 self.awaited.add(weight.unit)
             if weight.unit.suspect:
-                weight.follow()
+                weight.locate_master()
             state = self.optimizer.state.get(weight.master, {})
-            settings = self.settings[self.plan.gradients[gradient]]
+            settings = self.settings[self.optimizer_weights.gradients[gradient]]
             if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
                 state = self.optimizer.state.setdefault(weight.master, state)
                 self.awaited.add(weight.unit)
-            self.used[weight.unit][gradient] = tensor, state
+            self.inputs_by_unit[weight.unit][gradient] = tensor, state
 
     @cached_property
     def settings(self) -> list[dict[str, Any]]:

@@ -146,17 +146,17 @@ class Living:
 
     @torch.inference_mode(False)  # the step may be one of an evaluation
     @torch.no_grad()
-    def follow(self, arrangement: Arrangement) -> None:
+    def move_units(self, arrangement: Arrangement) -> None:
         """Move what is to live elsewhere, before anything is laid out; first what leaves the device."""
         # all processes share state in one order
         units = sorted(arrangement.all_units, key=attrgetter("name"))
         for unit in units:
-            leaving = [weight.master for weight in unit.weights if weight.lives]
+            leaving = [weight.master for weight in unit.weights if weight.stays_on_device]
             if self._processes is not None and not self._processes.box.is_keeper:
                 self._states.drop(leaving)
             self._move(leaving, HOST)
         for unit in units:
-            coming = [weight.master for weight in unit.weights_on_device if not weight.lives]
+            coming = [weight.master for weight in unit.weights_on_device if not weight.stays_on_device]
             if self._processes is not None:
                 self._states.share(coming, self._processes)
             self._move(coming, self._device)
@@ -165,7 +165,7 @@ class Living:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def bring_home(self, module: nn.Module) -> None:
+    def move_all_to_host(self, module: nn.Module) -> None:
         """Move to the host what lives on the device, for good."""
         self._move(weights_on_accelerators(module), HOST)
 
@@ -180,7 +180,7 @@ class Living:
     def _note_gradient(self, _: Tensor) -> None:
         self._some_came = True
 
-    def take_news(self) -> bool:
+    def pop_some_came(self) -> bool:
         """Tell whether gradients have come to what lives on the device since this was asked."""
         some_came = self._some_came
         self._some_came = False

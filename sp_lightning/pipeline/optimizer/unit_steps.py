@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.landing import Return
+from sp_lightning.pipeline.gradients.landing import LateGradients
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer, SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
@@ -52,9 +52,9 @@ class _Generation(NamedTuple):
     memory: SharedMemory
     number: int
 
-    def reach(self) -> None:
+    def publish(self) -> None:
         """Tell the others that it is done."""
-        self.memory.reach(self.number)
+        self.memory.publish(self.number)
 
 
 class UnitSteps:
@@ -72,17 +72,17 @@ class UnitSteps:
 
         Weights without a gradient stay as they are.
         """
-        used = step.used.pop(unit, {})  # else the step would hold what has stayed on the device
-        if used and unit.visits and not unit.apart and self._visit(unit, step, used):
-            self.window.stats.visits += 1
+        used = step.inputs_by_unit.pop(unit, {})  # else the step would hold what has stayed on the device
+        if used and unit.updates_on_device and not unit.split_off and self._visit(unit, step, used):
+            self.window.stats.updates_on_device += 1
         elif used:
             self._step_on_host(unit, step, used)
         else:
-            self.count(unit, step.plan)
+            self.publish_step_without_gradients(unit, step.optimizer_weights)
             return
         self.window.stats.overlapped_steps += 1
 
-    def _visit(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> bool:
+    def _visit(self, unit: Unit, step: Step, used: Mapping[Gradient, StepInput]) -> bool:
         """Have the unit visit the device for this step, and tell whether it does."""
         window = self.window
         window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
@@ -91,10 +91,10 @@ class UnitSteps:
             self.visits.why_not = visit
             return False
         window.outdate(unit, {gradient.weight for gradient in used})
-        unit.being_stepped = unit.visit = visit
+        unit.being_stepped = unit.pending_device_step = visit
         return True
 
-    def _step_on_host(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> None:
+    def _step_on_host(self, unit: Unit, step: Step, used: Mapping[Gradient, StepInput]) -> None:
         """Have the thread step a unit, and then release the buffer that its gradients may lie in."""
         by_segment = dict.fromkeys([gradient.of_segment for gradient in used])
         returned = self._bring_late(by_segment, used)
@@ -114,25 +114,27 @@ class UnitSteps:
                     weight = gradient.weight
                     tensor, state = used[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
-                    updates[step.plan.gradients[gradient]].append((work, gradient.factors))
+                    updates[step.optimizer_weights.gradients[gradient]].append((work, gradient.factors))
                     moved += 2 * weight.home.nbytes + tensor.nbytes
         weights = {gradient.weight for gradient in used}
-        generations = self._next_generations(unit, step.plan)
+        generations = self._next_generations(unit, step.optimizer_weights)
         action = partial(_step_unit, unit, step, updates, weights, generations)
         job = Job(action, landed, moved, partial(_let_go, buffers, [late.sources for late in returned]))
         stepped = self._hand_over(unit, weights, job)
         for buffer in buffers:
             buffer.last_reader = stepped
 
-    def _bring_late(self, by_segment: Iterable[SegmentGradients], used: Mapping[Gradient, Used]) -> list[Return]:
+    def _bring_late(
+        self, by_segment: Iterable[SegmentGradients], used: Mapping[Gradient, StepInput]
+    ) -> list[LateGradients]:
         """Have those of these gradients come that have waited on the device, for a step on the host."""
-        returned: list[Return] = []
+        returned: list[LateGradients] = []
         for of_segment in by_segment:
             # others are the user's by now
             own = [each for each in of_segment.gradients if each in used and used[each][0] is each.tensor]
             late = {each: used[each][0] for each in own}
             if of_segment.is_on_device and late:
-                returned.append(self.stream.routes.landing.bring(of_segment.unit.name, late))
+                returned.append(self.stream.routes.landing.land_late(of_segment.unit.name, late))
                 self.window.stats.bytes_to_host += returned[-1].nbytes
         self.window.stats.late_gradients += bool(returned)
         return returned
@@ -145,27 +147,29 @@ class UnitSteps:
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
         ticket = unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
-        if unit.apart:  # weights made resident are in units that do not wait for this one's step
+        if unit.split_off:  # weights made resident are in units that do not wait for this one's step
             window.finish_optimizer(unit)
         return ticket
 
-    def count(self, unit: Unit, plan: Plan) -> None:
+    def publish_step_without_gradients(self, unit: Unit, optimizer_weights: OptimizerWeights) -> None:
         """Count a step that changes no weight of a unit here; the thread waits for the process that steps them."""
-        generations = self._next_generations(unit, plan)
+        generations = self._next_generations(unit, optimizer_weights)
         if generations and unit.is_followed:
-            weights = {weight for weight in unit.weights if self.stream.of[weight] in plan.gradients}
-            stepped = [generation.memory.reached(generation.number) for generation in generations]
+            weights = {
+                weight for weight in unit.weights if self.stream.gradient_of[weight] in optimizer_weights.gradients
+            }
+            stepped = [generation.memory.when_published(generation.number) for generation in generations]
             job = Job(partial(note_stepped, unit.segments, weights), stepped)
             self._hand_over(unit, weights, job)
         elif generations:
             self.window.finish_optimizer(unit)
             for segment in unit.segments:  # the optimizer's own code may have stepped them
-                segment.check()
+                segment.detect_changes()
                 segment.refresh_copies()
             for generation in generations:
-                generation.reach()
+                generation.publish()
 
-    def _next_generations(self, unit: Unit, plan: Plan) -> list[_Generation]:
+    def _next_generations(self, unit: Unit, optimizer_weights: OptimizerWeights) -> list[_Generation]:
         """Count a step of weights that other processes have, too, whether or not it changes them; once."""
         generations: list[_Generation] = []
         if unit.is_ahead:
@@ -174,7 +178,7 @@ class UnitSteps:
             memory = segment.memory.shared
             if memory is None:
                 continue
-            if any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
+            if any(self.stream.gradient_of[weight] in optimizer_weights.gradients for weight in segment.weights):
                 memory.generation += 1
                 generations.append(_Generation(memory, memory.generation))
         return generations
@@ -232,8 +236,8 @@ def _step_unit(
             update_weights(step.optimizer, step.settings[number], of_group)
         note_stepped(unit.segments, weights)
         for generation in generations:
-            generation.reach()
-        if unit.visits:  # from the next step on, for which state may be new
+            generation.publish()
+        if unit.updates_on_device:  # from the next step on, for which state may be new
             lay_together(unit, step.optimizer)
 
 

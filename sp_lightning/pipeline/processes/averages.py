@@ -33,17 +33,17 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     StepInBackward,
 )  # fmt: skip
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.processes.box import Reached
+from sp_lightning.pipeline.processes.box import CounterTicket
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.processes.sums import Run, SharedSums
+from sp_lightning.pipeline.processes.sums import GradientRun, SharedSums
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.window.window import Window
 
 
-class _GoingRound(NamedTuple):
+class _Exchange(NamedTuple):
     """A run that goes round."""
 
-    run: Run
+    run: GradientRun
     staging: GradientMemory  # the buffer that it was sent from, and where it begins there
     begin: int
     everyones: Tensor  # this process's share of what each has sent
@@ -65,7 +65,7 @@ class Averages:
         self._by_name = {each.segment.weights[0].name: each for each in in_order}
         self._window = window
         self._routes = routes
-        routes.staging.count *= 2  # for what comes as many as for what leaves
+        routes.staging.buffer_count *= 2  # for what comes as many as for what leaves
         self._processes = processes
         # made in all processes as the first gradients come
         self._sums: dict[SegmentGradients, SharedSums] = {}
@@ -73,7 +73,7 @@ class Averages:
         self._to_come: dict[SegmentGradients, SharedSums] = {}  # of this pass, in order
         self._ready: set[SegmentGradients] = set()
         self._exchanged: dict[SegmentGradients, SharedSums] = {}
-        self._going_round: list[_GoingRound] = []  # of the segment that was exchanged last
+        self._exchanges: list[_Exchange] = []  # of the segment that was exchanged last
         # the copies of a segment's shares to the host, until it was passed on
         self._landing: dict[SegmentGradients, list[Ticket]] = {}
 
@@ -103,7 +103,7 @@ class Averages:
             return
         self._has_begun = True  # whatever happens, nobody is asked twice
         self._processes.passes += 1
-        own = {name: (self._held(each), self._come_as_expected(each)) for name, each in self._by_name.items()}
+        own = {name: (self._names_in_sums(each), self._come_as_expected(each)) for name, each in self._by_name.items()}
         everyones = self._processes.gather_in_step(own)
         for name in everyones[0]:
             of_segment = self._by_name[name]
@@ -116,21 +116,21 @@ class Averages:
                 sums = self._sums[of_segment] = SharedSums(of_segment)
                 for run in sums.runs:
                     self._routes.landing.make_room(run.share.nbytes)
-            sums.is_held = bool(held)
+            sums.adds_to_earlier = bool(held)
             sums.come_as_expected = all(each[name][1] for each in everyones)
             self._to_come[of_segment] = sums
 
-    def _held(self, of_segment: SegmentGradients) -> list[str] | None:
+    def _names_in_sums(self, of_segment: SegmentGradients) -> list[str] | None:
         """Return the names of weights whose sums this process has; None if not all gradients can be added to these."""
         of_segment.wait()  # others are about to write to sums that a clip reads here
         of_segment.expect()
-        held = of_segment.held
+        held = of_segment.stored_gradients
         sums = self._sums.get(of_segment)
         for gradient in held:
-            if sums is None or gradient.tensor is not sums.places[gradient] or gradient.factors:
+            if sums is None or gradient.tensor is not sums.sum_of[gradient] or gradient.factors:
                 return None
         is_seen = any(gradient.is_seen for gradient in of_segment.gradients)
-        is_part = sums is not None and held not in ([], sums.present)
+        is_part = sums is not None and held not in ([], sums.brought_anywhere)
         if is_seen or is_part or not of_segment.trained:
             return None
         return [gradient.weight.name for gradient in held]
@@ -142,7 +142,7 @@ class Averages:
         """
         lowered = [each for each in of_segment.trained if each.expected_dtype is not each.weight.dtype]
         return all(
-            each.weight.name in self._processes.known
+            each.weight.name in self._processes.trained_names
             and each.weight.compute_dtype is each.expected_dtype
             and not each.weight.other_twins
             for each in lowered
@@ -156,7 +156,7 @@ class Averages:
         An early step uses what has come round.
         """
         if of_segment not in self._to_come:
-            self._come_round(early)  # it lies in the same staging buffers
+            self._finish_exchanges(early)  # it lies in the same staging buffers
             return False
         unit = of_segment.unit
         if is_final if not of_segment.missing else not (unit.handles or unit.calls_to_come):
@@ -168,17 +168,17 @@ class Averages:
         """Exchange the rest, as backward has ended."""
         self._ready.update(self._to_come)
         self._exchange_ready(early)
-        self._come_round(early)
+        self._finish_exchanges(early)
 
     def _exchange_ready(self, early: StepInBackward | None) -> None:
         while self._to_come and (of_segment := next(iter(self._to_come))) in self._ready:
-            self._come_round(early)
+            self._finish_exchanges(early)
             self._ready.remove(of_segment)
             sums = self._exchanged[of_segment] = self._to_come.pop(of_segment)
             # it may still read the sums
             self._window.finish_optimizer(of_segment.unit)
             gathered = of_segment.take_gathered()
-            sums.brought = list(gathered)
+            sums.brought_here = list(gathered)
             self._send(sums, gathered)
 
     @torch.no_grad()
@@ -201,27 +201,27 @@ class Averages:
             if brought:
                 torch._foreach_copy_([places[each] for each in brought], [gathered[each] for each in brought])
             # as bytes: groups cannot send every dtype
-            work = dist.all_to_all_single(come, sent, group=self._processes.beside, async_op=True)
+            work = dist.all_to_all_single(come, sent, group=self._processes.machine_group, async_op=True)
             everyones = come.view(dtype).view(self._processes.box.count, -1)
-            self._going_round.append(_GoingRound(run, staging, begin, everyones, work))
+            self._exchanges.append(_Exchange(run, staging, begin, everyones, work))
             begin += size
 
-    def _come_round(self, early: StepInBackward | None) -> None:
+    def _finish_exchanges(self, early: StepInBackward | None) -> None:
         """Wait for what goes round, add shares up, and have an early step use what is complete."""
-        if not self._going_round:
+        if not self._exchanges:
             return
-        going_round = self._going_round
-        self._going_round = []
+        going_round = self._exchanges
+        self._exchanges = []
         of_segment, sums = list(self._exchanged.items())[-1]
         self._landing[of_segment] = [self._download(of_segment, each) for each in going_round]
-        for gradient in sums.brought:
-            gradient.come(sums.places[gradient])
-        is_whole = set(of_segment.held).issuperset(of_segment.trained)
+        for gradient in sums.brought_here:
+            gradient.set_tensor(sums.sum_of[gradient])
+        is_whole = set(of_segment.stored_gradients).issuperset(of_segment.trained)
         if early is not None and is_whole and early.wants(of_segment):
-            early.receive(of_segment)
+            early.step_with(of_segment)
 
     @torch.no_grad()
-    def _download(self, of_segment: SegmentGradients, each: _GoingRound) -> Ticket:
+    def _download(self, of_segment: SegmentGradients, each: _Exchange) -> Ticket:
         """Add up this process's share of a run, and bring it to the sums."""
         run, processes = each.run, self._processes
         each.work.wait()
@@ -230,15 +230,15 @@ class Averages:
         for part in each.everyones:
             total.add_(part, alpha=1 / processes.count)
         if processes.machines > 1:
-            dist.all_reduce(total, group=processes.across)
+            dist.all_reduce(total, group=processes.cross_machine_group)
         nbytes = run.share.nbytes
         # what was sent has left; a copy may read this as long as it takes
         each.staging.bytes[each.begin : each.begin + nbytes].view(run.sum_dtype).copy_(total)
-        if not self._exchanged[of_segment].is_held:
-            return self._routes.leave(of_segment, as_bytes(run.share), each.staging, each.begin)
+        if not self._exchanged[of_segment].adds_to_earlier:
+            return self._routes.download_part(of_segment, as_bytes(run.share), each.staging, each.begin)
         buffer = self._routes.landing.take(nbytes)
         landed = buffer.bytes[:nbytes]
-        ticket = self._routes.leave(of_segment, landed, each.staging, each.begin)
+        ticket = self._routes.download_part(of_segment, landed, each.staging, each.begin)
         job = partial(add, run.share, landed.view(run.sum_dtype))
         trace = self._window.backend.trace
         return trace.work(Kind.ADD, of_segment.unit.name, Job(job, [ticket], 2 * nbytes, buffer.release))
@@ -250,12 +250,12 @@ class Averages:
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
         if self._routes.measures_norms and box.is_keeper:  # once for all processes
-            measured = sums.present
-            tickets.append(Reached(box, counters[1:], number))  # of the others
+            measured = sums.brought_anywhere
+            tickets.append(CounterTicket(box, counters[1:], number))  # of the others
         land = partial(sums.land, number, measured)
         own = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
         # an error of its own is raised, and not waited for as if others were late
-        of_segment.wait_for(backend.work(Job(after=[own, Reached(box, counters, number)])))
+        of_segment.set_ticket(backend.work(Job(after=[own, CounterTicket(box, counters, number)])))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
@@ -276,11 +276,11 @@ class Averages:
                 others.update({weight.name: weight.master for weight in of_segment.segment.weights})
         gradients = {name: each.grad for name, each in others.items() if each.grad is not None}
         is_sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
-        brought = [each.weight.name for sums in self._exchanged.values() for each in sums.brought]
+        brought = [each.weight.name for sums in self._exchanged.values() for each in sums.brought_here]
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
-        known = self._processes.known
+        known = self._processes.trained_names
         before = len(known)
         known.update(*everyones_brought, *names)
         if len(known) > before:
@@ -298,14 +298,14 @@ class Averages:
         measures_norms = self._routes.measures_norms
         for of_segment in list(self._landing):
             sums = self._exchanged[of_segment]
-            sums.present = [
+            sums.brought_anywhere = [
                 gradient for gradient in of_segment.gradients
                 if gradient.tensor is not None or gradient.weight.name in brought
             ]  # fmt: skip
             self.pass_on(of_segment)
-            for gradient in sums.present:
+            for gradient in sums.brought_anywhere:
                 norm = sums.norms[gradient] if measures_norms else None
-                gradient.come(sums.places[gradient], norm)
+                gradient.set_tensor(sums.sum_of[gradient], norm)
         self._exchanged = {}
         self._has_begun = False
 

@@ -163,16 +163,16 @@ class SharedMemory:
         self.generation = 0
         self.counters = counters
 
-    def reach(self, number: int) -> None:
+    def publish(self, number: int) -> None:
         """Tell the others that this process has come so far."""
         self.counters[self.box.rank] = number
 
-    def reached(self, number: int) -> Ticket:
+    def when_published(self, number: int) -> Ticket:
         """Return a ticket that is done when the keeper has come so far."""
-        return Reached(self.box, self.counters[:1], number)
+        return CounterTicket(self.box, self.counters[:1], number)
 
 
-class Reached(Ticket):
+class CounterTicket(Ticket):
     """A ticket that is done when counters in memory that processes share have all come to a number."""
 
     def __init__(self, box: Box, counters: Tensor, number: int) -> None:

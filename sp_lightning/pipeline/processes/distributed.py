@@ -40,18 +40,18 @@ class Processes:
         self.machines = self.count // on_this_machine
         ranks = torch.arange(self.count).view(self.machines, on_this_machine)
         # those of this machine, those of equal rank on all machines, and all
-        self.beside = _group(ranks.tolist(), timeout)
-        self.across = _group(ranks.T.tolist(), timeout)
-        self._everyone = self.beside
+        self.machine_group = _group(ranks.tolist(), timeout)
+        self.cross_machine_group = _group(ranks.T.tolist(), timeout)
+        self._world_group = self.machine_group
         if self.machines > 1:
-            self._everyone = _group([list(range(self.count))], timeout)
-        self.box = Box(self.beside, timeout)
+            self._world_group = _group([list(range(self.count))], timeout)
+        self.box = Box(self.machine_group, timeout)
         # whether averages are complete when a backward ends, with those of earlier ones; if not, more is added up
         self.averages = True
         self.trains = True  # whether the steps of all processes belong together; not in evaluation
         self.passes = 0  # number of backward passes of all processes
         self.steps = 0  # number of optimizer steps taken while gradients were averaged
-        self.known: set[str] = set()  # names of weights that had a gradient in some process
+        self.trained_names: set[str] = set()  # names of weights that had a gradient in some process
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -78,17 +78,17 @@ class Processes:
         if self.box.is_keeper and self.machines > 1:
             for weight in module.parameters():
                 for part in parts_of(weight):
-                    _broadcast(part, self.across)
+                    _broadcast(part, self.cross_machine_group)
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the first one's values, on the CPU or on the GPU."""
         for tensor in tensors:
-            _broadcast(tensor, self._everyone)
+            _broadcast(tensor, self._world_group)
 
     def gather(self, own: Any) -> list[Any]:
         """Return what each process of all machines has given, in the order of their ranks."""
-        return self.box.gather(own, self._everyone)
+        return self.box.gather(own, self._world_group)
 
     @property
     def owner(self) -> int:
@@ -96,7 +96,7 @@ class Processes:
         return dist.get_rank() - self.box.rank
 
     @property
-    def plans(self) -> bool:
+    def is_planner(self) -> bool:
         """Whether this process plans for all, which is so while their steps belong together."""
         return self.trains and dist.get_rank() == 0
 
@@ -104,7 +104,7 @@ class Processes:
     def share(self, state: Any) -> Any:
         """Return the first process's state of a weight, which is in CPU memory, in all processes."""
         holder = [tree_map_only(Tensor, partial(torch.empty_like, device="meta"), state)]
-        dist.broadcast_object_list(holder, 0, group=self._everyone)
+        dist.broadcast_object_list(holder, 0, group=self._world_group)
         if dist.get_rank() != 0:
             state = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), holder[0])
         self.broadcast(each for each in tree_leaves(state) if isinstance(each, Tensor))
@@ -161,7 +161,7 @@ class Processes:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             average = parameter.grad.contiguous().mul_(1 / self.count)
-            dist.all_reduce(average, group=self._everyone)
+            dist.all_reduce(average, group=self._world_group)
             if average is not parameter.grad:
                 parameter.grad.copy_(average)
 

@@ -17,7 +17,7 @@ from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 _ALIGNMENT = 64  # elements: so weights and shares are aligned in any dtype
 
 
-class Run:
+class GradientRun:
     """Gradients that lie one behind the other.
 
     Attributes:
@@ -69,24 +69,24 @@ class SharedSums:
         for gradient in gradients:
             dtypes = gradient.expected_dtype, gradient.weight.dtype
             alike.setdefault(dtypes, []).append(gradient)
-        self.runs = [Run(each, box.count) for each in alike.values()]
+        self.runs = [GradientRun(each, box.count) for each in alike.values()]
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
         sizes.append(len(gradients) * torch.float32.itemsize)
         begins, nbytes = lay_out(sizes)
         # whose counters tell the last pass of which each process has its share there
-        memory = masters.get_beside("sums", nbytes, pin=True, together=True).shared
+        memory = masters.get_companion("sums", nbytes, pin=True, together=True).shared
         assert memory is not None
         self.memory = memory
         lying = zip(begins, sizes, strict=True)
         *sums, norms = [memory.bytes[begin : begin + size] for begin, size in lying]
-        self.places: dict[Gradient, Tensor] = {}
+        self.sum_of: dict[Gradient, Tensor] = {}
         for run, own in zip(self.runs, sums, strict=True):
-            self.places.update(run.views(own, run.sum_dtype))
+            self.sum_of.update(run.views(own, run.sum_dtype))
             run.share = own.view(run.sum_dtype).view(box.count, -1)[box.rank]
         self.norms = dict(zip(gradients, norms.view(torch.float32).unbind(), strict=True))
-        self.brought: list[Gradient] = []
-        self.present: list[Gradient] = []
-        self.is_held = self.come_as_expected = False
+        self.brought_here: list[Gradient] = []
+        self.brought_anywhere: list[Gradient] = []
+        self.adds_to_earlier = self.come_as_expected = False
 
     # A pass of all processes has a number, which is the same in all.
 
@@ -96,8 +96,8 @@ class SharedSums:
         Where it measures norms for all, it does so before.
         """
         for gradient in measured:
-            self.norms[gradient].copy_(torch.linalg.vector_norm(self.places[gradient]))
-        self.memory.reach(number)
+            self.norms[gradient].copy_(torch.linalg.vector_norm(self.sum_of[gradient]))
+        self.memory.publish(number)
 
     def fail_unless_landed(self, number: int) -> None:
         """Have nobody here wait for the shares of all if this process's could not land."""

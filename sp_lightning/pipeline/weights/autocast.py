@@ -150,7 +150,7 @@ class Casts:
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 
-    def note(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
+    def note_cast(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
         """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
 
         Return the leaf to cast, whose gradients all come out of this cast: of another twin, which `follow` gets, if

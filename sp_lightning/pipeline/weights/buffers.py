@@ -100,7 +100,7 @@ class HostBuffer:
         self.bytes: Tensor = memory  # empty once it was released
         self.nbytes = memory.nbytes  # its size, also after that
         # for copies and gradients of these, by what it is for
-        self.beside: dict[str, HostBuffer] = {}
+        self.companions: dict[str, HostBuffer] = {}
         self._backend = backend
         if pin:
             self.pin()
@@ -123,28 +123,28 @@ class HostBuffer:
         It lives as long as another tensor lies in it. Whoever still has this object, as parts of cycles do until the
         garbage collector comes, does not keep the memory.
         """
-        for purpose in list(self.beside):
-            self.release_beside(purpose)
+        for purpose in list(self.companions):
+            self.release_companion(purpose)
         self.unpin()
         if self._wiped is not None:
             _advise(self._wiped, _KEEP_ON_FORK)
         self._wiped = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def get_beside(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:
+    def get_companion(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:
         """Return memory beside that of weights, which stays, wherever these are placed, for as many bytes.
 
         If it is had `together`, the processes that share the weights share this, too.
         """
-        if purpose not in self.beside or self.beside[purpose].nbytes != nbytes:
-            self.release_beside(purpose)
+        if purpose not in self.companions or self.companions[purpose].nbytes != nbytes:
+            self.release_companion(purpose)
             shared: SharedMemory | None = None
             if together and self.shared is not None:
                 shared = self.shared.box.share(nbytes, self.shared.names)
-            self.beside[purpose] = HostBuffer(nbytes, self._backend, pin, shared)
-        return self.beside[purpose]
+            self.companions[purpose] = HostBuffer(nbytes, self._backend, pin, shared)
+        return self.companions[purpose]
 
-    def release_beside(self, purpose: str) -> None:
+    def release_companion(self, purpose: str) -> None:
         """Let go of memory beside that of weights, if there is some for this purpose."""
-        if purpose in self.beside:
-            self.beside.pop(purpose).release()
+        if purpose in self.companions:
+            self.companions.pop(purpose).release()

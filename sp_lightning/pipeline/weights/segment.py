@@ -43,7 +43,7 @@ class Segment:
     def __init__(self, weights: Sequence[Weight], memory: HostBuffer) -> None:
         self.weights = list(weights)
         self.epoch = 0  # grows with every change of a master; see [Note: epochs]
-        self.lying = NOTHING  # the epoch when what lies in its place was sent
+        self.epoch_on_device = NOTHING  # the epoch when what lies in its place was sent
         self.memory = memory  # the memory that the masters lie in
         # whether another process owns the masters, and this one has them, too
         self.is_followed = memory.shared is not None and not memory.shared.box.is_keeper
@@ -51,7 +51,7 @@ class Segment:
         self._replacements = sum(weight.replacements for weight in self.weights)
         # whether a master was changed by something else than a step, since this was last asked
         self.is_edited = False
-        self._look()
+        self._observe_versions()
 
     def prepare(self, pin: bool) -> None:
         """Have ready what is sent, in the dtypes in which weights are sent now."""
@@ -63,14 +63,14 @@ class Segment:
         self.source = self.memory
         if any(weight.lowered for weight in self.weights):
             self.memory.unpin()
-            self.source = self.memory.get_beside("copies", self.nbytes, pin, together=True)
+            self.source = self.memory.get_companion("copies", self.nbytes, pin, together=True)
             self.copies = [
                 tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.offsets, strict=True)
             ]
         else:
             if self.memory.shared is None:
-                self.memory.release_beside("copies")
+                self.memory.release_companion("copies")
             if pin:
                 self.memory.pin()
         self.sends_copies = self.source is not self.memory
@@ -83,10 +83,10 @@ class Segment:
 
     # -------------------------------------------------------------------------------------------------- their changes
 
-    def check(self) -> None:
+    def detect_changes(self) -> None:
         """Note changes of masters since the last look, as far as torch counts them (guard.py notes the others)."""
         before = self._versions
-        is_changed = self._look()
+        is_changed = self._observe_versions()
         if is_changed and self.is_followed:
             self._refuse_writes(before)
         if is_changed:
@@ -94,15 +94,15 @@ class Segment:
 
     def note_written_back(self) -> None:
         """Note that a master has got what lies on the device."""
-        self._look()
+        self._observe_versions()
         self.is_edited = True
 
-    def _look(self) -> bool:
+    def _observe_versions(self) -> bool:
         """Look at masters, and tell whether these have changed since the last look, or may have.
 
         Nothing is known of a master that has other memory than ours.
         """
-        before, self._versions = self._versions, [weight.follow() for weight in self.weights]
+        before, self._versions = self._versions, [weight.locate_master() for weight in self.weights]
         return not self._is_at_home or self._versions != before
 
     @property
@@ -124,15 +124,15 @@ class Segment:
     def note_edit(self) -> None:
         """Note that masters have changed, or may be about to, by something else than a step."""
         self.is_edited = True
-        self.note_change()
+        self.advance_epoch()
 
-    def note_change(self) -> None:
+    def advance_epoch(self) -> None:
         """Note that masters have changed, or that an optimizer is about to step them."""
         self.epoch += 1
 
     def note_stepped(self) -> None:
         """Note that masters are as an optimizer's step has left them, and the copies that are sent like them."""
-        self._look()
+        self._observe_versions()
         self._copied_epoch = self.epoch
 
     # ----------------------------------------------------------------------------------------------------- the copies
@@ -148,7 +148,7 @@ class Segment:
         if not stepped:
             self._copied_epoch = self.epoch
 
-    def pieces(self) -> list[tuple[Tensor, Tensor]]:
+    def transfers(self) -> list[tuple[Tensor, Tensor]]:
         """Return what to send, with where it goes: all in one piece, unless masters lie elsewhere."""
         if self.sends_copies or self._is_at_home:
             return [(self.place, self.source.bytes)]
@@ -158,7 +158,7 @@ class Segment:
             pieces.append((self.place[begin : begin + values.nbytes], values))
         return pieces
 
-    def piece_of(self, weight: Weight, backend: Backend) -> HostBuffer:
+    def memory_of(self, weight: Weight, backend: Backend) -> HostBuffer:
         """Return the memory of one master, with the padding after it, as a buffer that is not pinned itself."""
         begin = weight.home.data_ptr() - self.memory.bytes.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
@@ -224,7 +224,7 @@ class HostMemory:
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes that lie beside masters for this purpose."""
-        beside = [buffer.beside.get(purpose) for buffer in self._buffers]
+        beside = [buffer.companions.get(purpose) for buffer in self._buffers]
         return sum(each.nbytes for each in beside if each is not None)
 
     def gather(self, weights: Sequence[Weight], segments: Sequence[Segment]) -> Sequence[Segment]:
@@ -249,8 +249,8 @@ class HostMemory:
             place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
             # processes share all masters, also those that the user has given other memory
             address = self.addresses.get(id(weight.master)) if self._box is None else None
-            weight.adopt(place, self._box is not None and not self._box.is_keeper, address)
-            weight.lives = False
+            weight.point_master_to(place, self._box is not None and not self._box.is_keeper, address)
+            weight.stays_on_device = False
         release(copied)
         return Segment(weights, memory)
 

@@ -63,7 +63,7 @@ class Twin:
         self.gradient_hook: RemovableHandle | None = None
         # writes of a forward that the master got by a write in place: these count once
         self.write_backs = 0
-        self.lie_in(unit, data)
+        self.set_place(unit, data)
 
     def _make_leaf(self, data: Tensor) -> nn.Parameter:
         weight = self.weight
@@ -73,7 +73,7 @@ class Twin:
             leaf.__dict__ = weight.master.__dict__
         return leaf
 
-    def lie_in(self, unit: Unit, data: Tensor) -> None:
+    def set_place(self, unit: Unit, data: Tensor) -> None:
         """Lie elsewhere on the device, with the same leaf: graphs that have it still accumulate in it."""
         self.unit = unit  # the unit that has to be on the device for its values to be valid
         self.data = data  # its values as a tensor outside of autograd
@@ -85,7 +85,7 @@ class Twin:
     def _lay_leaf(self) -> None:
         # past its own setter, which dynamo would compile: torch 2.14 cannot
         _DATA.__set__(self.parameter, self.data)
-        self.parameter.__class__ = self.weight.leaf_class if self.weight.places else DepartedLeaf
+        self.parameter.__class__ = self.weight.leaf_class if self.weight.leaf_count else DepartedLeaf
 
     @property
     def is_replaced(self) -> bool:
@@ -107,7 +107,7 @@ class Twin:
         """Note that the values are those of the master."""
         self._version_seen = self.parameter._version
 
-    def close(self) -> None:
+    def refuse_gradients(self) -> None:
         """Make any gradient that still arrives raise an error: nothing stands for the weight here, and it'd be lost."""
         name = self.weight.name
         # a reference cycle through C++ that Python's collector cannot see
@@ -174,8 +174,8 @@ class Weight:
         self.changes_unseen = False
         # how many more uses outside of modules are watched for that, in evaluation and in training
         self.uses_to_watch = {False: USES_TO_WATCH, True: USES_TO_WATCH}
-        self.lives = False  # whether the master is on the device, and has left host memory
-        self.places = 0  # how many places of the module tree have a leaf of it now
+        self.stays_on_device = False  # whether the master is on the device, and has left host memory
+        self.leaf_count = 0  # how many places of the module tree have a leaf of it now
         # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
         self.other_twins: list[Twin] = []
 
@@ -199,13 +199,13 @@ class Weight:
         """The bytes of the weight as it is sent."""
         return self.layout.numel() * self.compute_dtype.itemsize
 
-    def adopt(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
+    def point_master_to(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
         """Point the master to `host`, with its values unless others are there; the Parameter object stays the same.
 
         If the engine has put it at an `address` before, and the user elsewhere since, in a flat buffer say, it stays
         there, and is sent from there.
         """
-        if address not in (None, self.master.data_ptr()) and not self.lives:
+        if address not in (None, self.master.data_ptr()) and not self.stays_on_device:
             self.home = host
             return
         if not is_filled:
@@ -214,25 +214,25 @@ class Weight:
         self.host = self.home = host
         self._address = host.data_ptr()
 
-    def receive(self, arrived: Tensor) -> None:
+    def write_to_master(self, arrived: Tensor) -> None:
         """Give the master values that a forward has written on the device."""
         self.master.copy_(arrived)  # as torch counts it
 
     def leave_device(self, unit: Unit) -> None:
         """Let go of its place on the device in a unit, and of the twins that graphs have besides."""
         data = self.twin.data
-        self.twin.lie_in(unit, torch.empty(0, dtype=data.dtype, device=data.device))
+        self.twin.set_place(unit, torch.empty(0, dtype=data.dtype, device=data.device))
         for twin in self.other_twins:
-            twin.close()
+            twin.refuse_gradients()
         self.other_twins.clear()
 
     def leave_host(self) -> None:
         """Let go of host memory: the weight lives on the device, or nothing streams it any more."""
         self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
-        self.lives = True
+        self.stays_on_device = True
         self.leftover = Leftover.NOTHING  # its `.grad` is the user's from now on
 
-    def follow(self) -> int:
+    def locate_master(self) -> int:
         """Find the master where `p.data = ...` has put it, in other memory than ours, or back; return its version.
 
         Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).

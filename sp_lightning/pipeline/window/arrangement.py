@@ -56,7 +56,7 @@ class Learned:
         self.outdated |= bool(self._trained) and not trained <= self._trained
         self._trained |= trained
 
-    def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
+    def draw_conclusions(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
         """Draw conclusions between steps, and tell whether weights have other places by these.
 
         `called` are the names of units that the first step called, in the order of their first calls.
@@ -232,7 +232,7 @@ class Arrangement:
         for unit in by_name:
             for weight in unit.weights_on_device:
                 weight.leave_host()
-            unit.send(self._memory.gather(unit.weights, unit.segments))
+            unit.set_segments(self._memory.gather(unit.weights, unit.segments))
             work.advance(sum(weight.nbytes for weight in unit.weights))
         self._memory.keep(self.segments)
         self._memory.wait_for_values()
@@ -254,14 +254,14 @@ class Arrangement:
         self.in_window[:] = self.all_units
         for index, unit in enumerate(self.in_window):
             unit.index = index
-            unit.visits = unit.name in self.layout.window.visiting and not unit.resident
-            unit.apart.clear()
-            if unit in self.layout.staying:
-                unit.lie_in(self._backend.allocate(unit.nbytes))
+            unit.updates_on_device = unit.name in self.layout.window.visiting and not unit.resident
+            unit.split_off.clear()
+            if unit in self.layout.staying_units:
+                unit.set_place(self._backend.allocate(unit.nbytes))
             else:
                 begin = next(offsets)
                 spans[unit] = begin, begin + unit.nbytes
-                unit.lie_in(arena[begin : begin + unit.nbytes])
+                unit.set_place(arena[begin : begin + unit.nbytes])
             self.twins.update({weight.twin.key: weight.twin for weight in unit.weights})
         for unit in self.in_window:
             begin, end = spans.get(unit, (0, 0))
@@ -290,7 +290,7 @@ class Arrangement:
         segment = next(segment for segment in weight.unit.segments if weight in segment.weights)
         unit = Unit(weight.name, resident=True)
         unit.weights = [weight]
-        unit.send([Segment([weight], segment.piece_of(weight, self._backend))], pin=False)
+        unit.set_segments([Segment([weight], segment.memory_of(weight, self._backend))], pin=False)
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:
             # second forwards still compute with it, though no module has it now
@@ -300,8 +300,8 @@ class Arrangement:
             weight.twin = weight.twin_class(weight, unit, self._backend.allocate(0).view(weight.dtype))
         else:  # handles have the one that lies in its unit
             weight.twin = copy(weight.twin)
-        unit.lie_in(place)
-        weight.unit.apart.append(unit)
+        unit.set_place(place)
+        weight.unit.split_off.append(unit)
         self.in_window.append(unit)
         self.layout.device_bytes += unit.nbytes
         self.layout.streaming_bytes += unit.nbytes
@@ -318,7 +318,7 @@ class Arrangement:
             unit.leave_place()
         self.twins.clear()  # twins are known by their memory, which others may get now
 
-    def close(self) -> None:
+    def detach_weights(self) -> None:
         """Have nothing stand for weights any more. Idempotent."""
         for unit in self.all_units:
             # saved weights lead to units, and must not lead to the module (see graphs.py)
@@ -327,7 +327,7 @@ class Arrangement:
         for weight in self.every_weight:
             weight.leave_host()
             for twin in (weight.twin, *weight.other_twins):
-                twin.close()
+                twin.refuse_gradients()
         for segment in self.segments:
             segment.copies.clear()
         if not any(unit.handles for unit in self.in_window):  # else a graph holds weights

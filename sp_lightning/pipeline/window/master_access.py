@@ -59,7 +59,7 @@ class MasterAccess:
     def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
         """Return the tickets of copies that may still read these units' masters, used or not."""
         # weights that were made resident are copied by themselves
-        readers = [reader for unit in units for reader in (unit, *unit.apart)]
+        readers = [reader for unit in units for reader in (unit, *unit.split_off)]
         return [ticket for reader in readers for ticket in reader.uploads if not ticket.done]
 
     def finish_copies(self, units: Iterable[Unit]) -> None:
@@ -127,7 +127,7 @@ class MasterAccess:
             assert not weight.lowered, "what writes to a weight gets it as it is"
             if weight.unit.is_followed:
                 raise written_by_follower(weight)
-            weight.receive(arrived)
+            weight.write_to_master(arrived)
         twin.note_unchanged()
         twin.write_backs += 1
         self.stats.write_backs += 1

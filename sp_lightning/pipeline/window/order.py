@@ -38,7 +38,7 @@ class Order:
         # of the step under way, once it has used something
         self._recording: list[int] | None = None
 
-    def begin_step(self) -> None:
+    def expect_first_use(self) -> None:
         """Note that the next use is the first one of a step."""
         if self._recording is not None:
             self._followed = self._recording
@@ -75,11 +75,11 @@ class Order:
         # after the end comes a step like this one
         return [use % self._members for use in (record[start:] + record)[:count]]
 
-    def used(self) -> list[int]:
+    def used_members(self) -> list[int]:
         """Return the members that the step under way, or the last one, has used, in the order of their first uses."""
         return list(dict.fromkeys(use % self._members for use in self._recording or ()))
 
-    def abandon(self) -> None:
+    def forget_position(self) -> None:
         """After an exception: what comes next does not follow from what came last."""
         self._recording = None
         self._followed = []

@@ -105,8 +105,8 @@ class DeviceLayout:
         # units that live on the device, with their gradients and optimizer state
         self.units_on_device = [unit for unit in division.all_units() if unit.name in window.on_device]
         # units that do not stream: those, and what is resident
-        self.staying = {*self.units_on_device, division.resident}
-        streamed_bytes = [sent_bytes(unit.weights) for unit in division.units if unit not in self.staying]
+        self.staying_units = {*self.units_on_device, division.resident}
+        streamed_bytes = [sent_bytes(unit.weights) for unit in division.units if unit not in self.staying_units]
         # where each unit that streams lies in the arena, and the size of that
         self.offsets, self.arena_bytes = place_in_arena(streamed_bytes, window.k)
         resident_bytes = 0 if division.resident in self.units_on_device else sent_bytes(division.resident.weights)

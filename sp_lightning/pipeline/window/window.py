@@ -49,14 +49,14 @@ class Window(MasterAccess):
         # units that nothing else takes the place of, fetched as soon as possible
         self._outdated: dict[Unit, None] = {}
         # the units of the arena that were loaded last, each into its place
-        self._lying: set[Unit] = set()
+        self._occupants: set[Unit] = set()
         most = max(Counter(map(id, unit_of_member)).values(), default=0)
         self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most)
 
     def begin_next_step(self) -> None:
         """Count a step that begins, and expect its uses; nobody has an alias of a master in it yet."""
         self.stats.steps += 1
-        self.order.begin_step()
+        self.order.expect_first_use()
         for unit in self.units:
             unit.has_aliases = unit.has_raw_readers = False
 
@@ -69,7 +69,7 @@ class Window(MasterAccess):
                     self._load(unit)
         self.prefetch()
 
-    def edited(self) -> list[str]:
+    def pop_edited_segments(self) -> list[str]:
         """Return the first weight of each segment whose masters were changed, not by a step, since this was asked."""
         self.suspect_all()
         names = []
@@ -81,7 +81,7 @@ class Window(MasterAccess):
                     segment.is_edited = False
         return names
 
-    def note_edited(self, names: Sequence[str]) -> None:
+    def note_edits_elsewhere(self, names: Sequence[str]) -> None:
         """Note that another process has changed masters of segments, which `edited` has named there."""
         for unit in self.units:
             for segment in unit.segments:
@@ -89,7 +89,7 @@ class Window(MasterAccess):
                     # whose end would be noted after this, as if it had come later
                     self.finish_optimizer(unit)
                     unit.suspect = True
-                    segment.note_change()
+                    segment.advance_epoch()
 
     def suspect_all(self) -> None:
         """Check every unit for changed masters before it is used again."""
@@ -102,9 +102,9 @@ class Window(MasterAccess):
         for segment in unit.segments:
             segment.note_edit()
 
-    def abandon(self) -> None:
+    def mark_all_absent(self) -> None:
         """Treat every unit as absent, with no call inside: after an exception, or as units get other places."""
-        self._lying.clear()
+        self._occupants.clear()
         self._outdated.clear()
         for unit in self.units:
             for weight in unit.weights:
@@ -115,13 +115,13 @@ class Window(MasterAccess):
             unit.uploads.clear()
             unit.fingerprint = None
             for segment in unit.segments:
-                segment.lying = NOTHING
+                segment.epoch_on_device = NOTHING
 
     def is_blocked(self, unit: Unit) -> bool:
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
         if unit.residency is not Residency.ABSENT:
             return False
-        in_the_way = unit.conflicts & self._lying
+        in_the_way = unit.conflicts & self._occupants
         return any(other.users and other.residency is not Residency.ABSENT for other in in_the_way)
 
     def bring(self, unit: Unit) -> None:
@@ -136,7 +136,7 @@ class Window(MasterAccess):
         for ticket in unit.uploads:
             self.backend.trace.wait(ticket, "weights")
         if unit.being_stepped is not None:
-            unit.being_stepped.held = ()
+            unit.being_stepped.keeps_alive = ()
         unit.residency = Residency.READABLE
 
     def prefetch(self, in_use: Sequence[Unit] = ()) -> None:
@@ -167,7 +167,7 @@ class Window(MasterAccess):
 
     def _may_take_place(self, unit: Unit, needed: Set[Unit]) -> bool:
         """Tell whether an absent unit may be fetched ahead; see [Note: when a unit may be evicted]."""
-        for other in unit.conflicts & self._lying:
+        for other in unit.conflicts & self._occupants:
             if other.residency is Residency.ABSENT:
                 continue
             awaits_step = other.residency is Residency.COMING and self.is_being_stepped(other)
@@ -185,14 +185,14 @@ class Window(MasterAccess):
             self._outdated[unit] = None
         for segment in unit.segments:
             if unit.suspect:
-                segment.check()
+                segment.detect_changes()
             if not stepped.isdisjoint(segment.weights):
-                segment.note_change()
+                segment.advance_epoch()
         unit.suspect = False
-        for other in unit.apart:
+        for other in unit.split_off:
             other.suspect = True
             for segment in other.segments:
-                segment.note_change()
+                segment.advance_epoch()
 
     def _verify(self, unit: Unit) -> None:
         """If the unit's masters may have changed since they were last checked, check; discard an outdated copy."""
@@ -201,8 +201,8 @@ class Window(MasterAccess):
         unit.suspect = False
         is_outdated = False
         for segment in unit.segments:
-            segment.check()
-            is_outdated |= segment.lying != segment.epoch
+            segment.detect_changes()
+            is_outdated |= segment.epoch_on_device != segment.epoch
         if is_outdated and unit.residency is not Residency.ABSENT:
             self._discard(unit)
 
@@ -218,25 +218,25 @@ class Window(MasterAccess):
 
     def _load(self, unit: Unit) -> None:
         self.settled = False
-        for other in unit.conflicts & self._lying:
+        for other in unit.conflicts & self._occupants:
             self._evict(other)
         if unit.conflicts:
-            self._lying.add(unit)
+            self._occupants.add(unit)
         unit.uploads = [ticket for ticket in unit.uploads if not ticket.done]
         step = unit.being_stepped if self.is_being_stepped(unit) else None
-        if unit.visit is not None:
-            unit.uploads.append(unit.visit.begin())
+        if unit.pending_device_step is not None:
+            unit.uploads.append(unit.pending_device_step.begin())
             step = None
         for segment in unit.segments:
-            if segment.lying == segment.epoch:
+            if segment.epoch_on_device == segment.epoch:
                 continue  # it still lies there: only the others were stepped
             if step is None:
                 segment.refresh_copies()
-            for place, source in segment.pieces():
+            for place, source in segment.transfers():
                 upload = self.backend.trace.upload(Kind.LOAD, unit.name, place, source, step)
                 self.stats.bytes_to_device += source.nbytes
                 unit.uploads.append(upload)
-            segment.lying = segment.epoch
+            segment.epoch_on_device = segment.epoch
         unit.residency = Residency.COMING
         if not unit.resident:
             self.stats.loads += 1
@@ -256,6 +256,6 @@ class Window(MasterAccess):
             self._discard(unit)
             if self.backend.poison:
                 self.backend.invalidate(unit.place)
-        self._lying.discard(unit)
+        self._occupants.discard(unit)
         for segment in unit.segments:
-            segment.lying = NOTHING
+            segment.epoch_on_device = NOTHING
