@@ -43,7 +43,7 @@ class Calls:
 
     @contextmanager
     def step(self, look_for_new_parameters: bool = False, continues_last_step: bool = False) -> Iterator[None]:
-        """Open a scope, which begins a step if it is not within another; or it continues the last one."""
+        """Open a scope; the outermost one begins a step, or continues the backward of the last one."""
         graphs = self._story.graphs
         if graphs.scopes == 0:
             optimizer_steps.depth = 0  # torch tells nobody of a step that ended with an exception

@@ -36,24 +36,24 @@ class GradientStream:
     """Brings gradients to the host, and has them there until somebody asks for them or a step has used them.
 
     Attributes:
-        of: The gradient of each weight.
-        early: The step that uses gradients in this backward pass; None if there is none.
-        pending: What the backward that is running has brought, in autograd's order: nobody can read it yet. The value
-            tells whether somebody sees how it is added up.
+        gradient_of: The gradient of each weight.
+        early_step: The step that uses gradients in this backward pass; None if there is none.
+        pending: The gradients of the backward pass that is running, in autograd's order. Nobody can read them yet. The
+            value tells whether users see how a gradient is added up.
     """
 
     def __init__(self, window: Window, routes: Routes, waiting: WaitingRoom, device: DeviceRoom) -> None:
         self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
-        self.averages: Averages | None = None  # over processes; None if there is only one
+        self.averages: Averages | None = None  # averages gradients over processes; None if there is only one
         self._window = window
         self._waiting = waiting
         self._device = device
         self.follow_segments(())
 
     def follow_segments(self, by_segment: Sequence[SegmentGradients]) -> None:
-        """Bring the gradients of these segments from now on; it has none of others."""
+        """Bring the gradients of these segments from now on, and of no others."""
         self._by_segment = by_segment
         self.gradient_of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
 
@@ -65,7 +65,10 @@ class GradientStream:
     # ------------------------------------------------------------------------------------------ while backward runs
 
     def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
-        """Put a gradient with the others of its unit, and send them if all are there; `is_last`: no more will come."""
+        """Put a gradient with the others of its unit, and send them if all are there.
+
+        Where `is_last`, the weight gets no more gradients in this backward pass.
+        """
         gradient = self.gradient_of[weight]
         of_segment = gradient.of_segment
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
@@ -89,31 +92,31 @@ class GradientStream:
         return is_needed and self.early_step is not None
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
-        """Have what has come before leave, unless it leaves together with this; return what is to leave.
+        """Send a weight's earlier gradient, unless both are sent together; return the gradient to send next.
 
-        It was of another leaf, or of a reentrant checkpoint, which accumulates again.
+        The earlier one came from another leaf, or from a reentrant checkpoint, which accumulates again.
         """
         of_segment = gradient.of_segment
         is_averaged = self.averages is not None and self.averages.awaits(gradient)
-        if gradient in of_segment.gathered and is_averaged:  # it leaves once
+        if gradient in of_segment.gathered and is_averaged:  # both are sent together
             return of_segment.gathered[gradient].to(gradient.weight.dtype) + tensor
         if gradient in of_segment.gathered:
             self._send(of_segment, more_comes=True)
         return tensor
 
     def _note(self, gradient: Gradient) -> None:
-        """Note that a gradient has come, and whether somebody sees how it is added up."""
+        """Note that a gradient has come, and whether users see how it is added up."""
         if gradient not in self.pending:
             is_seen = gradient.is_seen
             if is_seen or gradient.factors:
-                gradient.show()  # what is there already is not meant for the sum
+                gradient.show()  # the earlier gradient is not part of the engine's sum
                 is_seen = gradient.is_seen
             self.pending[gradient] = is_seen
         elif self.pending[gradient]:
             self._accumulate([gradient])  # one after the other, as autograd does
 
     def send_others(self, reached: Unit | None = None) -> None:
-        """Send what units have gathered: all when backward ends, or others than the one reached, and resident ones."""
+        """Send what units have gathered: of all units, or of streamed units other than the one that was `reached`."""
         for of_segment in self._by_segment:
             unit = of_segment.unit
             may_wait = reached is not None and (unit is reached or unit.resident)
@@ -121,25 +124,25 @@ class GradientStream:
                 self._send(of_segment)
 
     def _send(self, of_segment: SegmentGradients, more_comes: bool = False) -> None:
-        """Send what a unit has gathered; it may be known that `more_comes`."""
+        """Send the gradients that a unit has gathered; `more_comes` if others are known to follow."""
         is_final = of_segment.is_last and not more_comes
         is_seen = False
         for gradient in of_segment.gathered:
             is_seen |= self.pending[gradient]
-            # leaves of the same weight have gradients of their own, and somebody may see how it is added up
+            # Other leaves of the weight have gradients of their own, and users may see how it is added up.
             if gradient.weight.other_twins or is_seen:
                 is_final = False
         if self.averages is not None and self.averages.send(of_segment, is_final, self.early_step):
             return
-        # a GPU-side update may still read the sums that were there, and begins where somebody waits for it; a step of
-        # the host is over, as computing has waited for the weights that it has left
+        # An update on the device may still read the earlier sums, and begins when somebody waits for it. A step on the
+        # host is over: computing has waited for the weights that it wrote.
         if of_segment.is_on_device or (of_segment.memory is not None and of_segment.unit.updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         self._ship(of_segment, is_final and not of_segment.missing, is_seen)
 
     def _ship(self, of_segment: SegmentGradients, is_final: bool, is_seen: bool) -> None:
-        """Send what was gathered by its route, and have an early step use it if there is one."""
+        """Send gradients by their route, and give them to the step in backward if there is one."""
         early = self._early_step(of_segment, is_final)
         steps_next = early is not None or self.routes.measures_norms
         route = self._route(of_segment, early, is_final and steps_next, is_seen)
@@ -148,11 +151,13 @@ class GradientStream:
             early.step_with(of_segment)
 
     def _early_step(self, of_segment: SegmentGradients, is_final: bool) -> StepInBackward | None:
-        """Return the step in backward that uses what was gathered; None if there is none."""
-        # another process may see what this one does not: they are averaged when backward has ended
+        """Return the step in backward that uses these gradients; None if there is none."""
+        # Users of another process may see a gradient that is not seen here. So averages are used after backward.
         if self.early_step is None or not is_final or self.averages is not None:
             return None
-        return self.early_step if self.early_step.wants(of_segment) else None
+        if self.early_step.wants(of_segment):
+            return self.early_step
+        return None
 
     def _route(
         self,
@@ -161,7 +166,7 @@ class GradientStream:
         is_updated_next: bool,
         is_seen: bool,
     ) -> Route:
-        """Choose the route of what was gathered: the first that applies.
+        """Choose the route of gradients: the first that applies.
 
         the unit's gradients are on the device already          STAY
         others of the unit are on the host                      ADD
@@ -181,7 +186,8 @@ class GradientStream:
         if early is not None and not early.keeps_gradients:
             return Route.PASS_TO_STEP
         may_wait = self.averages is None and not is_seen
-        if may_wait and self._waits(of_segment, more_comes=early is None and not self.routes.measures_norms):
+        more_comes = early is None and not self.routes.measures_norms
+        if may_wait and self._waits(of_segment, more_comes):
             return Route.STAY
         return Route.ADD if has_sums else Route.KEEP
 
@@ -200,7 +206,7 @@ class GradientStream:
 
     @torch.no_grad()
     def end_backward(self) -> bool:
-        """Send what is left, and call users' hooks; tell whether any gradient has come."""
+        """Send the remaining gradients, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
         if self.pending and self.averages is not None:
             self.averages.send_rest(self.early_step)
@@ -211,11 +217,11 @@ class GradientStream:
         return some_came
 
     def _accumulate(self, gradients: Iterable[Gradient]) -> None:
-        """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
+        """Add gradients that users see to `.grad`, and call users' hooks, in the order in which autograd would."""
         for gradient in gradients:
             master = gradient.weight.master
             added = gradient.take()
-            if added is None:  # somebody has dropped it
+            if added is None:  # it was dropped meanwhile
                 continue
             added = run_hooks(tensor_hooks(master), added)
             if master.grad is None:
@@ -226,7 +232,7 @@ class GradientStream:
                 hook(master)
 
     def abandon(self) -> None:
-        """Forget what was on its way in a backward pass that an exception has ended, if it was one."""
+        """Forget the gradients of a backward pass that an exception has ended."""
         for of_segment in self._by_segment:
             of_segment.abandon()
         drop([gradient for gradient, is_seen in self.pending.items() if is_seen])
@@ -251,14 +257,14 @@ class GradientStream:
             of_segment.show()
 
     def consume(self, gradients: Collection[Gradient]) -> None:
-        """Let go of gradients that a step has used; what is the user's stays until the user zeroes it."""
+        """Drop the engine's gradients that a step has used; a user's `.grad` stays until the user zeroes it."""
         for gradient in gradients:
             if gradient.tensor is not None:
                 gradient.weight.leftover = Leftover.USED
         drop(gradients)
 
     def hand_over_gradients(self) -> None:
-        """Show all gradients; units' own memory stays beside their masters'."""
+        """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory beside masters."""
         self.abandon()
         self.show_all()
         for of_segment in self._by_segment:

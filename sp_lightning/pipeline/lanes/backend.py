@@ -19,9 +19,9 @@ it, before any other job, and `wait` blocks the host until it has: computing can
 holds up no other copy meanwhile. So copies to the device need not keep their order: before another copy into the same
 memory is asked for, computing has to wait for the earlier one.
 
-Optimizer state that visits the device goes up, is stepped and comes down in lanes of its own (`submit_to_lane`), each after
-what it needs: it waits for memory in between, and would hold up other copies. So do gradients that have waited on the
-device for their unit's update.
+An update on the device has lanes of its own (`submit_to_lane`): state goes up, is stepped and comes down. It waits for
+memory in between, and would hold up other copies. Gradients that have waited on the device for their unit's update
+have a lane of their own, too.
 
 The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
 as a wrong number on a laptop, not only on a GPU.
