@@ -27,15 +27,15 @@ class Order:
 
     def __init__(self, members: int) -> None:
         self._members = members
-        # uses in the order of the modules
+        # The expected uses where there is no record, in the order of the modules.
         self._training = [*range(members), *range(2 * members - 1, members - 1, -1)]
         self._inference = list(range(2 * members, 3 * members))
         self._longest = _RECORDED_PER_MEMBER * members
-        self._records: dict[int, list[int]] = {}  # by the first use of the step
+        self._records: dict[int, list[int]] = {}  # the uses of past steps, by their first use
         self._followed: list[int] = []  # the record that the step under way repeats
-        self._position = 0  # in it, of the latest use
+        self._position = 0  # the index of the latest use in that record
         self._last = -1  # the latest use; -1 if nothing is known of what comes next
-        # of the step under way, once it has used something
+        # The uses of the step under way; None before its first one.
         self._recording: list[int] | None = None
 
     def expect_first_use(self) -> None:
@@ -76,11 +76,11 @@ class Order:
         return [use % self._members for use in (record[start:] + record)[:count]]
 
     def used_members(self) -> list[int]:
-        """Return the members that the step under way, or the last one, has used, in the order of their first uses."""
+        """Return the members that the step under way has used, or else the last one, in order of their first uses."""
         return list(dict.fromkeys(use % self._members for use in self._recording or ()))
 
     def forget_position(self) -> None:
-        """After an exception: what comes next does not follow from what came last."""
+        """Forget the position after an exception: the next use does not follow from the last one."""
         self._recording = None
         self._followed = []
         self._position = 0

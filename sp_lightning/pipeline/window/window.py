@@ -26,7 +26,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.master_access import MasterAccess
 from sp_lightning.pipeline.window.order import Order
 
-_USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
+_USES_AHEAD = 16  # uses that a prefetch looks at; more would cost more time than they save
 _UNITS_AHEAD = 3
 
 
@@ -44,17 +44,17 @@ class Window(MasterAccess):
         super().__init__(units, backend, stats)
         self._unit_of_member = list(unit_of_member)
         self.order = order
-        # whether no copy has been asked for, and no step begun, since all were waited for
+        # Whether no copy was issued, and no step begun, since all of them were waited for.
         self.settled = True
-        # units that nothing else takes the place of, fetched as soon as possible
+        # Outdated units that share their place with no other: they are fetched as soon as possible.
         self._outdated: dict[Unit, None] = {}
-        # the units of the arena that were loaded last, each into its place
+        # The units that occupy places in the arena: each was loaded last into its place.
         self._occupants: set[Unit] = set()
-        most = max(Counter(map(id, unit_of_member)).values(), default=0)
-        self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most)
+        most_members = max(Counter(map(id, unit_of_member)).values(), default=0)
+        self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most_members)
 
     def begin_next_step(self) -> None:
-        """Count a step that begins, and expect its uses; nobody has an alias of a master in it yet."""
+        """Count a step that begins, and expect its uses; no alias of a master was taken in it yet."""
         self.stats.steps += 1
         self.order.expect_first_use()
         for unit in self.units:
@@ -70,7 +70,7 @@ class Window(MasterAccess):
         self.prefetch()
 
     def pop_edited_segments(self) -> list[str]:
-        """Return the first weight of each segment whose masters were changed, not by a step, since this was asked."""
+        """Return the first weight of each segment whose masters were edited, not stepped, since the last call."""
         self.suspect_all()
         names = []
         for unit in self.units:
@@ -82,11 +82,11 @@ class Window(MasterAccess):
         return names
 
     def note_edits_elsewhere(self, names: Sequence[str]) -> None:
-        """Note that another process has changed masters of segments, which `edited` has named there."""
+        """Note that another process has edited masters; `pop_edited_segments` has named the segments there."""
         for unit in self.units:
             for segment in unit.segments:
                 if segment.weights[0].name in names:
-                    # whose end would be noted after this, as if it had come later
+                    # The end of a step under way would be noted after this edit, as if it had come later.
                     self.finish_optimizer(unit)
                     unit.suspect = True
                     segment.advance_epoch()
@@ -149,11 +149,11 @@ class Window(MasterAccess):
             unit = self._unit_of_member[member]
             if unit in needed:
                 continue
-            # a call inside has what it began with, though a step ends meanwhile
+            # A call inside computes with the values that it began with, even if a step ends meanwhile.
             if unit.suspect and not unit.users:
                 self._verify(unit)
             if unit.residency is Residency.ABSENT:
-                # other processes, without which it is not stepped, may wait for this one, which would for its place
+                # Its step needs other processes. These may wait for this one, which must not wait for the place.
                 awaits_others = unit.is_ahead and self.is_being_stepped(unit)
                 if awaits_others or not self._may_take_place(unit, needed):
                     break
@@ -176,11 +176,11 @@ class Window(MasterAccess):
         return True
 
     def outdate(self, unit: Unit, stepped: Set[Weight]) -> None:
-        """Discard what the device has of these weights: an optimizer is about to step their masters."""
+        """Discard the device's copy of a unit: an optimizer is about to step masters of these weights."""
         self.settled = False
         self._discard(unit)
         if unit.is_reached:
-            unit.leave(is_over=False)  # its place is given away: modules must not read leaves over it
+            unit.leave(is_over=False)  # modules must not read leaves over outdated memory
         if not unit.conflicts:
             self._outdated[unit] = None
         for segment in unit.segments:
@@ -195,7 +195,7 @@ class Window(MasterAccess):
                 segment.advance_epoch()
 
     def _verify(self, unit: Unit) -> None:
-        """If the unit's masters may have changed since they were last checked, check; discard an outdated copy."""
+        """Check the unit's masters if they may have changed, and discard an outdated copy on the device."""
         if not unit.suspect or self.is_being_stepped(unit):
             return
         unit.suspect = False
@@ -207,10 +207,10 @@ class Window(MasterAccess):
             self._discard(unit)
 
     def _discard(self, unit: Unit) -> None:
-        """Treat what the device has of a unit as gone."""
+        """Treat the device's copy of a unit as gone."""
         if unit.residency is Residency.READABLE:
             self.write_back(unit.weights)
-        # nobody has waited for what is coming, and copies need not keep their order
+        # Nobody has waited for this copy, and copies need not keep their order.
         elif unit.residency is Residency.COMING:
             for ticket in unit.uploads:
                 self.backend.trace.wait(ticket, "weights")
@@ -229,7 +229,7 @@ class Window(MasterAccess):
             step = None
         for segment in unit.segments:
             if segment.epoch_on_device == segment.epoch:
-                continue  # it still lies there: only the others were stepped
+                continue  # the segment is still in its place: only others were stepped
             if step is None:
                 segment.refresh_copies()
             for place, source in segment.transfers():
