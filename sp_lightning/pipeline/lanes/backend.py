@@ -46,10 +46,10 @@ from sp_lightning.pipeline.torch_private import profiler_is_on
 
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
-# the rank of a copy that comes after work; steps have their place in the forward
+# The rank of a copy that comes after a job; the rank of a step is its unit's place in the forward.
 BEFORE_OTHER_WORK = -1
 UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
-"""What is done beside computing in lanes of its own, as it waits for memory: all for updates of units."""
+"""The kinds of work for updates of units, each with a lane of its own beside computing, as it waits for memory."""
 
 
 _OUT_OF_MEMORY = (
@@ -75,19 +75,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 class DeviceMemory(NamedTuple):
     """The memory of a device, in bytes."""
 
-    total: int  # as much as this process may have
-    free: int  # what can be allocated now
-    allocated: int  # what is allocated now
-    peak: int  # the most that was allocated since the peak was counted anew
-    peak_so_far: int  # the most that was allocated at all
+    total: int  # bytes that this process may have
+    free: int  # bytes that can be allocated now
+    allocated: int  # bytes that are allocated now
+    peak: int  # the peak of allocated bytes since it was last reset
+    peak_so_far: int  # the peak of allocated bytes at any time
     retries: int  # how often the allocator ran out of memory, freed its cache and tried again
 
 
 class Backend(ABC):
-    """A device, as the engine sees it: computing, copies in both directions and work on the host, side by side."""
+    """A device as the engine sees it: computing, copies in both directions and work on the host, in parallel."""
 
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
-        self.timed = False  # whether new tickets have to know when they began and ended
+        self.timed = False  # whether new tickets record when they begin and end
         self.pins = False  # whether host memory that is sent is pinned (page-locked)
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
@@ -117,23 +117,23 @@ class Backend(ABC):
 
     @abstractmethod
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
-        """Have the device run what a job asks of it beside computing, in the lane for its kind (`BESIDE`).
+        """Have the device run what a job asks of it beside computing, in the lane for its kind (`UPDATE_KINDS`).
 
         It comes after what the lane has to do already, and after the job's tickets, which are the device's.
         """
 
     def computed(self) -> Ticket:
-        """Return a ticket for everything computed so far, which other lanes may come after."""
+        """Return a ticket for everything computed so far, so that other lanes can come after it."""
         ticket = Job()
         ticket.finish()
         return ticket
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy bytes between host and device, in the lane that runs this."""
+        """Copy bytes between host and device, in the lane that calls this."""
 
     def issue_when_ready(self, job: Job) -> None:
-        """Have a job ask the device for something when it is ready: now, or on the thread for work on host memory."""
+        """Run a job that issues work to the device, when it is ready: now, or on the thread for work on host memory."""
         if job.is_ready:
             job.run()
         else:
@@ -144,7 +144,7 @@ class Backend(ABC):
         """Make everything computed from now on wait for the copy; see [Note: ordering of copies]."""
 
     def mark(self) -> Any:
-        """Mark the moment at which the device will have computed all that was given to it so far."""
+        """Mark the moment at which the device will have computed everything given to it so far."""
         return perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
@@ -160,7 +160,7 @@ class Backend(ABC):
         """Block until no copy is in flight and no work is left."""
 
     def invalidate(self, memory: Tensor) -> None:
-        """Fill memory that nobody may read with poison; only where `poison` is on."""
+        """Fill memory that nobody may read with poison; it is called only where `poison` is on."""
         memory.fill_(_POISON)
 
     def pin(self, memory: Tensor) -> bool:
@@ -195,15 +195,15 @@ class _TraceEntry(NamedTuple):
 
 
 class _Log:
-    """What a recording notes."""
+    """The entries of one recording."""
 
     def __init__(self) -> None:
         self.entries: list[_TraceEntry] = []
-        self.steps: list[Any] = []  # marks of when they began
+        self.steps: list[Any] = []  # the mark at the begin of each step
 
 
 class Trace:
-    """A log of what a backend is asked to do, and for which unit.
+    """A log of the work that a backend is given, and of the unit that it is for.
 
     It is kept while somebody records. As long as torch's profiler is on, too, everything is a range there, such as
     "superpipeline: load of blocks.4". Otherwise a call costs next to nothing.
@@ -212,9 +212,9 @@ class Trace:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_on = False  # whether somebody records or profiles
-        self._logs: list[_Log] = []  # of recordings, which may overlap
-        self._computing: _TraceEntry  # what the range below is for
-        self._range: record_function | None = None  # of the unit that is computing now
+        self._logs: list[_Log] = []  # the logs of recordings, which may overlap
+        self._computing: _TraceEntry  # the entry of the unit that is computing now
+        self._range: record_function | None = None  # its range in torch's profile; None if no unit computes
 
     def upload(
         self,
@@ -290,7 +290,7 @@ class Trace:
             self._range = None
 
     def mark_step(self) -> None:
-        """Note that a step begins; whether it is profiled is asked here alone."""
+        """Note that a step begins, and find out whether it is profiled, once for the whole step."""
         self._is_on = bool(self._logs) or profiler_is_on()
         for log in self._logs:
             log.steps.append(self._backend.mark())
@@ -301,7 +301,9 @@ class Trace:
 
         Recordings may overlap: a planner's and a timeline's do not know of each other.
         """
-        origin, log, recording = self._backend.origin(), _Log(), Recording()
+        origin = self._backend.origin()
+        log = _Log()
+        recording = Recording()
         self._logs.append(log)
         self._is_on = self._backend.timed = True
         try:
@@ -310,7 +312,7 @@ class Trace:
             self.end_computing()
             marks = [*log.steps, self._backend.mark()]
             try:
-                # copies that come after a job are asked for only now, and have to be timed, too
+                # Copies that come after a job are issued only now, and have to be timed, too.
                 self._backend.drain()
             finally:
                 self._logs.remove(log)
