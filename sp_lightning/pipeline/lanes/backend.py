@@ -117,9 +117,9 @@ class Backend(ABC):
 
     @abstractmethod
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
-        """Have the device run what a job asks of it beside computing, in the lane for its kind (`UPDATE_KINDS`).
+        """Run a job on the device beside computing, in the lane for its kind (one of `UPDATE_KINDS`).
 
-        It comes after what the lane has to do already, and after the job's tickets, which are the device's.
+        It comes after earlier jobs of the lane, and after the job's tickets, which are the device's.
         """
 
     def computed(self) -> Ticket:
