@@ -93,10 +93,10 @@ class SimulatedTicket(Ticket):
     """Done at a virtual time.
 
     Attributes:
-        issued: When the device was told of it; the main thread cannot wait for it, or go on, before that.
+        issued_at: When the device was told of it; the main thread cannot wait for it, or go on, before that.
     """
 
-    issued = 0.0
+    issued_at = 0.0
 
     def __init__(self, backend: SimulatedBackend, end: float | None, seconds: float) -> None:
         self._backend = backend
@@ -275,7 +275,7 @@ class SimulatedBackend(Backend):
             if begin > begun:
                 return
             self._pending.remove(pending)
-            pending.ticket.issued = max(ends(pending.told), default=0.0)
+            pending.ticket.issued_at = max(ends(pending.told), default=0.0)
             end = self._free[pending.lane] = pending.ticket.end = self._end(pending.lane, begin, pending.seconds)
             self.spans.append(Span(pending.lane, begin, end))
 
@@ -301,7 +301,7 @@ class SimulatedBackend(Backend):
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
-        self.main = max(self.main, *(asked.issued for asked in simulated([ticket])))
+        self.main = max(self.main, *(asked.issued_at for asked in simulated([ticket])))
 
     def drain(self) -> None:
         self.put_in_order()
