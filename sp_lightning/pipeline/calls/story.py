@@ -212,8 +212,8 @@ class Story:
         nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
             graphs.current.is_built = True
-            to_come = CallToCome(call.member, graphs.current, call.needed, self.activations.open_bundle)
-            action = partial(_before_backward, ref(self), to_come)
+            call_to_come = CallToCome(call.member, graphs.current, call.needed, self.activations.open_bundle)
+            action = partial(_before_backward, ref(self), call_to_come)
             before_backward(nodes, action, call.number, graphs.calls)
         return output
 
@@ -271,8 +271,8 @@ class Story:
             if member.is_streamed:
                 window.order.record_use(member.index, Pass.BACKWARD)
                 self._stream.send_others(unit)
-            for each in call.needed:
-                window.bring(each)
+            for needed_unit in call.needed:
+                window.bring(needed_unit)
             backward.mark_reached(unit, call.graph)
             # checkpoints inside of the unit call its parts, and not the unit
             if unit.resident:
