@@ -63,7 +63,7 @@ class Visit(DeferredTicket):
 
     Attributes:
         ready: Done when the new weights are on the device.
-        held: What it does, with gradients that have stayed there.
+        keeps_alive: The updates, with gradients that have stayed on the device.
     """
 
     keeps_alive: Sequence[_Update]
