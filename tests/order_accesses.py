@@ -59,7 +59,7 @@ def _of_copies(_: visit.Visit, pairs: Any) -> Accesses:
     return [source for _, source in pairs], [target for target, _ in pairs]
 
 
-def _of_return(late: landing.Return) -> Accesses:
+def _of_return(late: landing.LateGradients) -> Accesses:
     return [*late.sources], [*late.landed.values()]
 
 
@@ -71,7 +71,7 @@ def _of_piece(update: visit.Visit, piece: Any, passes: object, updates: Any) -> 
 
 
 def _of_shares(sums: SharedSums, number: int, measured: Any) -> Accesses:
-    return [sums.places[each] for each in measured], [sums.norms[each] for each in measured]
+    return [sums.sum_of[each] for each in measured], [sums.norms[each] for each in measured]
 
 
 _ACCESSES: dict[Any, Callable[..., Accesses]] = {
@@ -81,8 +81,8 @@ _ACCESSES: dict[Any, Callable[..., Accesses]] = {
     visit.Visit._copy: _of_copies,
     visit.Visit._step: _of_piece,
     unit_steps._step_unit: _of_step,
-    landing.Return._ask: _nothing,
-    landing.Return._send: _of_return,
+    landing.LateGradients._issue_copy: _nothing,
+    landing.LateGradients._send: _of_return,
     routes._add_up: _of_sums,
     clipping._find_factor: _of_factor,
     passes.add: lambda _, total, added: ([added], [total]),

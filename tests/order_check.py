@@ -93,7 +93,7 @@ class OrderCheck:
     def done_with(self, ticket: Any) -> int:
         """What is done when a ticket is."""
         known = self._tickets.get(id(ticket), (None, 0))[1]
-        for name in ("job", "ticket", "copied"):  # of a `Later`, and of what tests put around a ticket
+        for name in ("job", "ticket", "copied"):  # of a `DeferredTicket`, and of what tests put around a ticket
             inner = getattr(ticket, name, None)
             known |= self.done_with(inner) if isinstance(inner, Ticket) else 0
         return known
@@ -260,7 +260,7 @@ class OrderCheck:
     # ------------------------------------------------------------------------------ what computing and the host touch
 
     def _bring(self, _: Window, unit: Unit) -> Hook:
-        held: Any = () if unit.being_stepped is None else unit.being_stepped.held
+        held: Any = () if unit.being_stepped is None else unit.being_stepped.keeps_alive
         yield
         self.compute(f"has weights of {unit.name}", [unit.place])
         self.free("gradients", *[update.gradient for update in held if update.work.gradient is None])
@@ -308,9 +308,10 @@ class OrderCheck:
     def following(self) -> Iterator[None]:
         """Follow what the engine does in this scope."""
         hooks: list[tuple[type, str, Callable[..., Hook]]] = [
-            (Trace, "_ask", self._note_name), (Trace, "work", self._note_name), (HostBackend, "upload", self._upload),
-            (HostBackend, "download", self._download), (Backend, "work", self._job), (Backend, "ask", self._job),
-            (HostBackend, "beside", self._beside), (HostBackend, "wait", self._wait), (Job, "run", self._run),
+            (Trace, "_request", self._note_name), (Trace, "work", self._note_name),
+            (HostBackend, "upload", self._upload), (HostBackend, "download", self._download),
+            (Backend, "work", self._job), (Backend, "issue_when_ready", self._job),
+            (HostBackend, "submit_to_lane", self._beside), (HostBackend, "wait", self._wait), (Job, "run", self._run),
             (Backend, "computed", self._computed), (Job, "join", self._join), (HostBackend, "drain", self._drain),
             (routes.LandingBuffers, "take", self._take_landing), (routes.StagingBuffers, "take", self._take_staging),
             (Window, "bring", self._bring), (Window, "_write_to_master", self._write_back),

@@ -93,10 +93,10 @@ class SimulatedTicket(Ticket):
     """Done at a virtual time.
 
     Attributes:
-        issued: When the device was told of it; the main thread cannot wait for it, or go on, before that.
+        issued_at: When the device was told of it; the main thread cannot wait for it, or go on, before that.
     """
 
-    issued = 0.0
+    issued_at = 0.0
 
     def __init__(self, backend: SimulatedBackend, end: float | None, seconds: float) -> None:
         self._backend = backend
@@ -218,7 +218,7 @@ class SimulatedBackend(Backend):
         seconds = source.nbytes / self._rates[Lane.DOWN]
         return self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
 
-    def beside(self, kind: Kind, job: Job) -> Ticket:
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
         job.action()
         ours, told = OF_VISITS[kind.lane], self._asked_after
         return self._ask(ours, job.nbytes / self._rates[ours], [*job.after, *told], f"{ours} of visits", told=told)
@@ -229,7 +229,7 @@ class SimulatedBackend(Backend):
     def computed(self) -> Ticket:
         return SimulatedTicket(self, self.now, 0.0)
 
-    def ask(self, job: Job) -> None:
+    def issue_when_ready(self, job: Job) -> None:
         self._asked_after = job.after
         job.action()
         self._asked_after = ()
@@ -275,7 +275,7 @@ class SimulatedBackend(Backend):
             if begin > begun:
                 return
             self._pending.remove(pending)
-            pending.ticket.issued = max(ends(pending.told), default=0.0)
+            pending.ticket.issued_at = max(ends(pending.told), default=0.0)
             end = self._free[pending.lane] = pending.ticket.end = self._end(pending.lane, begin, pending.seconds)
             self.spans.append(Span(pending.lane, begin, end))
 
@@ -301,7 +301,7 @@ class SimulatedBackend(Backend):
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))
-        self.main = max(self.main, *(asked.issued for asked in simulated([ticket])))
+        self.main = max(self.main, *(asked.issued_at for asked in simulated([ticket])))
 
     def drain(self) -> None:
         self.put_in_order()
@@ -315,7 +315,7 @@ class SimulatedBackend(Backend):
 
 def simulated(tickets: Iterable[Ticket]) -> list[SimulatedTicket]:
     """Those with a time of their own; a visit's is that of its last piece."""
-    own = [ticket.asked() for ticket in tickets]
+    own = [ticket.issued() for ticket in tickets]
     return [ticket for ticket in own if isinstance(ticket, SimulatedTicket)]
 
 

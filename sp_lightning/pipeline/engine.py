@@ -1,8 +1,8 @@
-"""The engine: the parts that stream a module, from attach to detach, and when its weights get other places.
+"""The engine: the parts that stream a module, from attach to detach, and the moments when weights get other places.
 
-Its parts are made in the order in which they build on each other, and each has those that it needs by name. Where
-weights lie changes only between steps, if no graph needs it: steps have shown something (`Learned`), another window is
-planned, or autocast is. Units, and all that knows them, stay the same; only for another module tree there are others.
+Parts are made in the order in which they build on each other. Each gets the parts that it needs by name. The places of
+weights change only between steps, while no graph needs them: steps have shown something (`Learned`), another window is
+planned, or autocast has changed. Units and the parts stay the same; only another module tree gets other ones.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from sp_lightning.pipeline.window.window import Window
 
 
 class Planner:
-    """Chooses the window and policies for activations between steps; this one leaves the smallest window."""
+    """Chooses the window and policies for activations between steps; this base class keeps the smallest window."""
 
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
-        """Return the plan for the next step, which may have a backward or not; no graph waits for its own."""
+        """Return the plan for the next step, which has a backward if it `builds_graph`; no graph waits for its own."""
         return None
 
     def abandon(self) -> None:
@@ -59,7 +59,7 @@ class Planner:
 
 
 class StepStory(BackwardEvents, Protocol):
-    """Who tells the parts of the engine what happens in a step (calls/story.py)."""
+    """Tells the parts of the engine what happens in a step (calls/story.py)."""
 
     def work_with(
         self,
@@ -92,11 +92,11 @@ class Engine:
         self.options = options
         self.backend = backend
         self.processes = processes
-        # whether processes have one sum of gradients; from attach on, also while one arranges units in an evaluation
+        # Whether processes share sums of gradients. It is decided at attach, as an evaluation may place weights, too.
         self._sums_gradients = processes is not None and processes.trains
         self.stats = Stats()
         self.at_work = EngineAtWork()
-        self.learned = Learned((), Autocasts())  # findings from past steps, for when weights are placed next
+        self.learned = Learned((), Autocasts())  # findings of past steps, for the next time that weights are placed
         box = None if processes is None else processes.box
         self.memory = HostMemory(backend, box, progress)
         self.graphs = Graphs()
@@ -111,14 +111,15 @@ class Engine:
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self._is_arranged = False
-        self.plan: WindowPlan | None = None  # the planner's choice that weights are placed by
-        self._own_plan: WindowPlan | None = None  # the plan that the planner wants
+        self.plan: WindowPlan | None = None  # the plan by which weights are placed
+        self._wanted_plan: WindowPlan | None = None  # the plan that the planner wants for the next step
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
     def take_over(self, story: StepStory, caller: Caller) -> None:
         """Take the module over: `story` tells the parts what happens in steps, and `caller` runs its modules' calls."""
-        self._story, self._caller = story, caller
+        self._story = story
+        self._caller = caller
         self._arrange()
 
     def _arrange(self) -> None:
@@ -130,17 +131,19 @@ class Engine:
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
         self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting, self.room)
-        self.room.arrangement, self.room.stream = arrangement, self.stream
+        self.room.arrangement = arrangement
+        self.room.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self._story, self.at_work, self.device, self.window, self.stream)
         self.guard = Guard(
             self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes
         )
         self._story.work_with(arrangement, self.window, self.stream, self.backward, self.guard)
-        self.saved.twins, self.saved.backward = arrangement.twins, self.backward
+        self.saved.twins = arrangement.twins
+        self.saved.backward = self.backward
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
-        self.place()
+        self.place_weights()
         self.activations.measure_anew(self.room.budget is not None)
         move_all_but_parameters(self.module, self.device)
         compiles = self.options.compile
@@ -152,47 +155,47 @@ class Engine:
             install_gate(member, self._caller)
 
     def uninstall(self) -> None:
-        """Give the module back, except for its buffers. Masters keep their identity and values, and are on the host."""
-        if hasattr(self, "guard"):  # the last part, before anything is changed
-            if not self.optimizers.shows_used:
-                self.optimizers.drop_used()
+        """Restore the module, except for its buffers. Masters keep their identity and values, and are on the host."""
+        if hasattr(self, "guard"):  # the last part that is made before the module is changed
+            if not self.optimizers.shows_used_gradients:
+                self.optimizers.drop_used_gradients()
             self._leave_places()
             for member in self.arrangement.members:
-                # the call of a module that looks into a unit may still be running
+                # The call of a module around units may still be running.
                 member.put_back_masters()
                 remove_gate(member)
-            self.arrangement.close()
-        self.living.bring_home(self.module)
+            self.arrangement.detach_weights()
+        self.living.move_all_to_host(self.module)
         self.memory.keep([])
 
     def rearrange(self) -> None:
-        """Give the module back, and take it over as it is now: it is another tree."""
+        """Restore the module, and take it over as it is now: it has become another tree."""
         self._is_arranged = False
         addresses = self.memory.addresses
         self.uninstall()
-        self.memory.addresses = addresses  # what the user has put elsewhere stays there
+        self.memory.addresses = addresses  # masters that the user has moved stay where they are
         self.learned = Learned(self.learned.divided, self.learned.autocasts)
         self.plan = self.activations.auto = None
         self._arrange()
 
     # ------------------------------------------------------------------------------------------------------- placing it
 
-    def place(self) -> None:
-        """Put weights where the plan and what was learned want them, sent as autocast uses them; no graph may wait."""
+    def place_weights(self) -> None:
+        """Place weights by the plan and by findings, in the dtypes that autocast uses; no graph may wait meanwhile."""
         arrangement = self.arrangement
         self._is_arranged = False
-        self._show_used()
-        self.optimizers.drop_used()  # or all of it would have to be shown
+        self._show_used_gradients()
+        self.optimizers.drop_used_gradients()  # otherwise all of them would become users' `.grad` here
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(self.plan)
         self.waiting.limit(arrangement.room_for_gradients)
-        self.living.follow(arrangement)
+        self.living.move_units(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream
         gradients = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
-        stream.bring(gradients)
-        stream.routes.landing.serve(units)
+        stream.follow_segments(gradients)
+        stream.routes.landing.size_for(units)
         if self.processes is not None and self._sums_gradients:
             stream.averages = Averages(gradients, self.window, stream.routes, self.processes)
         self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
@@ -205,46 +208,46 @@ class Engine:
         self._is_arranged = True
         self.stats.arrangements += 1
 
-    def _show_used(self) -> None:
-        """Have gradients of what comes to the device be the users', who may zero them there, as `zero_grad` does."""
+    def _show_used_gradients(self) -> None:
+        """Make gradients of units that come to the device the masters' `.grad`, which `zero_grad` clears there."""
         coming = () if self.plan is None else self.plan.on_device
         if not coming:
             return
         with self.at_work:
-            for weight, gradient in self.stream.of.items():
+            for weight, gradient in self.stream.gradient_of.items():
                 if weight.unit.name in coming:
                     gradient.show()
 
     def settle(self) -> None:
-        """Wait until gradients have landed, and nothing reads or writes masters."""
+        """Wait until all gradients have landed, and nothing reads or writes masters."""
         with self.at_work:
             self.steps.settle_all()
 
     def _leave_places(self) -> None:
-        """Have nothing under way, and nobody guard weights, follow their gradients, or count on where they lie."""
-        self.graphs.outdate()
-        self.backward.close()
+        """Finish all work, and detach the parts that guard weights, follow gradients or know places of weights."""
+        self.graphs.outdate_all()
+        self.backward.allow_gradients_of_masters()
         self.optimizers.leave_weights()
         self.steps.settle()
         self.visits.close()
         self.backend.drain()
-        self.stream.close()
+        self.stream.hand_over_gradients()
         self.guard.remove()
-        self.window.abandon()
+        self.window.mark_all_absent()
 
     # ------------------------------------------------------------------------------------------------- reasons for it
 
     def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
-        """Place weights anew if there is a reason to, unless a graph is `waiting` for its backward."""
-        if not self._is_arranged:  # the last attempt failed, e.g. for lack of memory
+        """Place weights again if there is a reason to, unless a graph is `waiting` for its backward."""
+        if not self._is_arranged:  # the last attempt has failed, for example for lack of memory
             self.rearrange()
         if waiting:
             return
         if self.arrangement.is_lent_out():
             return
         with self.at_work:
-            living = self.arrangement.parameters_on_device
-            is_converted = any(each.device != self.device for each in living)
+            on_device = self.arrangement.parameters_on_device
+            is_converted = any(parameter.device != self.device for parameter in on_device)
             for weight in self.arrangement.weights:
                 is_converted |= weight.is_converted
         if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
@@ -256,11 +259,11 @@ class Engine:
             return  # processes that share weights place them when they meet
         may_place = not self._gradients_wait()
         if may_place:
-            self._conclude()
-        self._own_plan = self.planner.before_step(self, torch.is_grad_enabled())
-        # of several processes all follow the first one's, when they meet
+            self._place_by_findings()
+        self._wanted_plan = self.planner.before_step(self, torch.is_grad_enabled())
+        # Several processes adopt the first one's plan, when they meet.
         if may_place and not self._sums_gradients:
-            self._follow(self._own_plan)
+            self._adopt_plan(self._wanted_plan)
 
     def meet(self) -> None:
         """Meet the other processes, before the first step after one that changed weights."""
@@ -271,49 +274,50 @@ class Engine:
         with self.at_work:
             edited: Sequence[str] | RuntimeError
             try:
-                edited = self.window.edited()
-            except RuntimeError as error:  # this process may not write
+                edited = self.window.pop_edited_segments()
+            except RuntimeError as error:  # this process has written, and may not
                 edited = error
             with without_torch_function():
                 learned.note_trained(self.arrangement.every_weight)
             self.room.least = None
-            has_news = learned.has_news or (learned.order is None and bool(self._called()))
-            own = edited, has_news, self._own_plan, self.room.budget
-            edits, news, plans, budgets = zip(*processes.gather(own), strict=True)
+            has_news = learned.has_news or (learned.order is None and bool(self._called_units()))
+            own_state = edited, has_news, self._wanted_plan, self.room.budget
+            edits, news, plans, budgets = zip(*processes.gather(own_state), strict=True)
             for edit in edits:
                 if isinstance(edit, RuntimeError):
                     raise edit
-            self.window.note_edited(edits[processes.owner])
+            self.window.note_edits_elsewhere(edits[processes.owner])
             self.room.least = min(filter(None, budgets), default=None)
             if any(news):
-                learned.agree(self.module, self.arrangement.units, self._called(), processes)
-                self._conclude()
+                learned.agree(self.module, self.arrangement.units, self._called_units(), processes)
+                self._place_by_findings()
             else:
-                self._follow(plans[0])
+                self._adopt_plan(plans[0])
 
-    def _conclude(self) -> None:
-        """Place weights anew if something was learned that calls for it, or even divide the module anew."""
+    def _place_by_findings(self) -> None:
+        """Place weights again if findings call for it, or even divide the module again."""
         arrangement = self.arrangement
-        # processes agree on an order when they meet: placing weights may take all of them
-        called = self._called() if self.learned.order is None and not self._sums_gradients else []
-        if not self.learned.conclude(arrangement.units, called):
+        # Processes agree on an order when they meet: placing weights may take all of them.
+        called = self._called_units() if self.learned.order is None and not self._sums_gradients else []
+        if not self.learned.draw_conclusions(arrangement.units, called):
             return
         if self.learned.divided != arrangement.divided:
             self.rearrange()
         else:  # the plan was made for other units
-            self._follow(None, anew=True)
+            self._adopt_plan(None, anew=True)
             self.activations.measure_anew(self.room.budget is not None)
 
-    def _called(self) -> list[str]:
+    def _called_units(self) -> list[str]:
         """Return the names of units that the last step has called, in the order of their calls."""
-        return [self.arrangement.streamed_members[number].unit_name for number in self.order.used()]
+        return [self.arrangement.streamed_members[number].unit_name for number in self.order.used_members()]
 
-    def _follow(self, plan: WindowPlan | None, anew: bool = False) -> None:
-        """Adopt the window that the planner wants, and what becomes of activations; place weights `anew` anyway."""
-        before, self.plan = self.plan, plan
-        self.waiting.follow(None if plan is None else plan.waiting)
+    def _adopt_plan(self, plan: WindowPlan | None, anew: bool = False) -> None:
+        """Adopt a plan's window and policies; place weights again if the window changes, or if `anew`."""
+        before = self.plan
+        self.plan = plan
+        self.waiting.follow_plan(None if plan is None else plan.waiting)
         if anew or (before and before.window) != (plan and plan.window):
-            self.place()
+            self.place_weights()
         elif plan is not None and self.arrangement.layout.window is before:
             self.arrangement.layout.window = plan
         if self.activations.auto is not None:
@@ -325,14 +329,14 @@ class Engine:
         known = autocasts.common([member.name])
         is_new = known is not dtype and member.name not in autocasts.mixed
         if is_new and (member.is_streamed or self.arrangement.unused_in_step):
-            seen = [self.arrangement.streamed_members[number].name for number in self.order.used()]
+            seen = [self.arrangement.streamed_members[number].name for number in self.order.used_members()]
             if member.name in seen:
                 autocasts.mix(member.name)
             elif self._may_place_now():
                 with self.at_work:
                     self.window.write_back_all()
                 autocasts.switch(known, dtype, seen)
-                self.place()
+                self.place_weights()
                 self.activations.measure_anew(self.room.budget is not None)
                 return
             elif member.is_streamed:
@@ -351,7 +355,7 @@ class Engine:
             return False
         if self._gradients_wait():
             return False
-        # of several processes, each may train other modules: they place weights when they meet
+        # Each of several processes may train other modules: they place weights when they meet.
         if self.processes is not None and torch.is_grad_enabled():
             return False
         return not any(member.running_calls for member in arrangement.members)
@@ -361,10 +365,10 @@ class Engine:
         return bool(self.waiting.waited) and self.stream.bytes_on_device() > 0
 
     def _named_parameters(self) -> dict[str, int]:
-        """Return the identities of parameters by name: others if a module was added, removed, or pruned, say."""
+        """Return the identities of parameters by name; they change if a module is added, removed or pruned."""
         return {name: id(parameter) for name, parameter in self.module.named_parameters(remove_duplicate=False)}
 
     def has_gradients_on_device(self) -> bool:
-        """Tell whether parameters that stay on the device have got gradients since this was asked last."""
-        some_came = self.living.take_news()
+        """Tell whether parameters that stay on the device have got gradients since the last call."""
+        some_came = self.living.pop_some_came()
         return some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values())

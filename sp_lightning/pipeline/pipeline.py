@@ -86,13 +86,13 @@ class Pipeline:
         self.processes = processes
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        # among how many the machine's cores are divided; not for the one that steps for all of them
-        share_cores = 1
-        if processes is not None:
-            share_cores = 1 if processes.box.is_keeper else processes.box.count
+        # The machine's cores are divided among its processes. The one that steps for all of them may use every core.
+        processes_sharing_cores = 1
+        if processes is not None and not processes.box.is_keeper:
+            processes_sharing_cores = processes.box.count
         if backend is None:
             threads = self.options.host_threads
-            backend = make_backend(self.device, threads, share_cores, self.options.debug)
+            backend = make_backend(self.device, threads, processes_sharing_cores, self.options.debug)
         self.backend = backend
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
@@ -117,10 +117,10 @@ class Pipeline:
         move_parameters(weights_on_accelerators(self.module), HOST)
         if processes is not None:
             processes.broadcast_module(self.module)
-        # what is on now is likely to be on in steps, too
+        # An autocast that is on now is likely to be on in steps, too.
         self._parts.learned.autocasts.default = autocast_dtype(self.device.type)
         self._parts.take_over(self._story, self._calls)
-        if processes is not None:  # these are not in the memory that is shared
+        if processes is not None:  # unmanaged parameters are not in shared memory
             processes.broadcast(self.arrangement.unmanaged.values())
         listen_to_optimizers(self.optimizers)
         _attached.add(self)
@@ -129,17 +129,20 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------- for users
 
     @contextmanager
-    def step(self, *, goes_on: bool = False) -> Iterator[None]:
+    def step(self, *, continues_last_step: bool = False) -> Iterator[None]:
         """Open the scope of a training, validation or prediction step, or of a backward pass; may be nested.
 
         A call of the module opens one by itself. A wider one is needed around code that uses weights outside of module
         calls, and around `torch.autograd.grad(..., create_graph=True)`.
 
         Args:
-            goes_on: Whether it is for a backward pass of the last step, although that has had one.
+            continues_last_step: Whether it is for a backward pass of the last step, although that has had one.
         """
         self._check_attached()
-        with self._calls.alone(), self._calls.step(look_for_new_parameters=True, continues=goes_on):
+        with (
+            self._calls.alone(),
+            self._calls.step(look_for_new_parameters=True, continues_last_step=continues_last_step),
+        ):
             yield
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -157,9 +160,9 @@ class Pipeline:
             self._story.add_up_with_others()
 
     def meet_processes(self) -> None:
-        """Have all processes see what the owner of weights has written to them, and what any has learned.
+        """Exchange edits of weights and findings between all processes.
 
-        To be called by all of them before the first step after one in which an optimizer has stepped.
+        All of them call it before the first step after one in which an optimizer has stepped.
         """
         self._engine.meet()
 
@@ -185,7 +188,7 @@ class Pipeline:
         try:
             engine.settle()
         except Exception as error:
-            # a pending optimizer step failed: give the module back first, then raise
+            # A pending optimizer step has failed: restore the module first, and then raise.
             failed = error
         if engine.graphs.scopes or engine.backward.running or failed is not None:
             self.reset()
@@ -207,10 +210,10 @@ class Pipeline:
         atexit.unregister(self._end_threads)
         stop_listening(self.optimizers)
         engine.uninstall()
-        self.optimizers.close()
+        self.optimizers.remove_hooks()
         engine.saved.close()
         engine.offloader.close()
-        # what streams is there: buffers, other parameters, and the states of quantized weights
+        # Streamed weights are there already. This moves buffers, other parameters, and states of quantized weights.
         self.module.to(HOST)
         self.backend.close()
 
@@ -235,7 +238,7 @@ class Pipeline:
 
     @property
     def _engine(self) -> Engine:
-        """The parts that stream the module, as long as they do."""
+        """The parts that stream the module; it raises when the pipeline was detached."""
         self._check_attached()
         return self._parts
 

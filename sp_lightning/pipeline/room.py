@@ -17,7 +17,7 @@ class Room:
     """The device memory for weights, gradients and activations.
 
     Attributes:
-        least: The budget of the process that has least, if several have met.
+        least: The smallest budget of several processes, after they have met.
     """
 
     arrangement: Arrangement
@@ -32,26 +32,26 @@ class Room:
     @property
     def budget(self) -> int | None:
         """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
-        layout, given = self.arrangement.layout, self.arrangement.budget
-        memory = None if given is not None else self._backend.memory()
+        layout, user_budget = self.arrangement.layout, self.arrangement.budget
+        memory = None if user_budget is not None else self._backend.memory()
         if memory is None:
-            return given
+            return user_budget
         streaming = layout.streaming_bytes
-        # what is free still includes what the first backward will allocate
+        # The bytes that the first backward will allocate are still free.
         if torch.is_grad_enabled():
             streaming = min(streaming, layout.device_bytes + self.stream.routes.staging.nbytes())
-        # what waits goes as units are updated
+        # Gradients that wait release their memory as units are updated.
         streaming += self._visits.nbytes() + self.stream.bytes_on_device() + int(SHARE_OF_FREE_MEMORY * memory.free)
         return min(streaming, self.least or streaming)
 
     def left_for_gradients(self) -> float:
-        """Return the bytes that neither are taken, nor will be if the step takes no more than it has so far."""
-        given = self.arrangement.budget
-        if given is not None:
+        """Return the bytes that are free, and stay free if the step takes no more than it has so far."""
+        user_budget = self.arrangement.budget
+        if user_budget is not None:
             taken = self.arrangement.layout.streaming_bytes + self._visits.nbytes() + self._meter.step_peak
-            return given - taken - self.stream.bytes_on_device()
+            return user_budget - taken - self.stream.bytes_on_device()
         memory = self._backend.memory()
         if memory is None:
             return 0.0
-        again = max(0, memory.peak_so_far - memory.allocated)
-        return SHARE_OF_FREE_MEMORY * memory.free - again
+        next_peak = max(0, memory.peak_so_far - memory.allocated)
+        return SHARE_OF_FREE_MEMORY * memory.free - next_peak

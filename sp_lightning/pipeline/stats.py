@@ -29,9 +29,9 @@ class Stats:
     bytes_to_host: int = 0
     offloaded_bytes: int = 0  # the part of `bytes_to_host` that was saved activations
     fetched_bytes: int = 0  # the part of `bytes_to_device` that was saved activations coming back
-    # activations that backward needed and that had not been fetched ahead
+    # activations that backward needed before they had been fetched ahead
     activation_misses: int = 0
-    # Loads, counted in `misses` too, of what backward needed without having announced its unit.
+    # loads of units that backward needed without having announced them; they count in `misses`, too
     heals: int = 0
     write_backs: int = 0  # weights copied back to the host because a forward changed them in place
     recomputed: int = 0  # unit calls whose forward ran again in backward
@@ -41,9 +41,9 @@ class Stats:
     # times that the host waited for an optimizer's step because a weight was accessed
     optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute
-    visits: int = 0  # the part of them that was stepped on the device, where their state visited
+    updates_on_device: int = 0  # the part of `overlapped_steps` that was made on the device
     late_gradients: int = 0  # units whose gradients have waited on the device for their step on the host
-    steps_in_backward: int = 0  # the part of them that was stepped before backward had ended
+    steps_in_backward: int = 0  # the part of `overlapped_steps` that was made before backward had ended
     optimizer_steps: int = 0  # calls of an optimizer's `step`
     arrangements: int = 0  # times that weights were given places on host and device
     resets: int = 0  # recoveries after an exception in the middle of a step

@@ -14,19 +14,20 @@ from sp_lightning.pipeline.window.places import WindowPlan
 class Summary:
     """The plan of a pipeline, and what it takes at the moment; `str()` of it is a table."""
 
-    device: str  # that forward and backward run on
-    units: int  # each of `k_prime` neighbors
+    device: str  # the device that forward and backward run on
+    units: int  # the number of units, each of `k_prime` neighbors
     k: int  # units on the device at once
     parameters: int  # elements of all weights
-    model_bytes: int  # of all weights in their own dtypes
-    device_bytes: int  # for slots, resident weights, all of the units that live there, and pieces of those that visit
-    gradient_bytes: int  # of the device, for gradients on their way to the host
-    host_bytes: int  # for weights and for the copies of them that are sent
-    host_gradient_bytes: int  # as far as they have been allocated
-    optimizer_bytes: int  # of the host, for state
+    model_bytes: int  # bytes of all weights in their own dtypes
+    # device memory for slots, resident weights, units that stay there with all their state, and updates on the device
+    device_bytes: int
+    gradient_bytes: int  # device memory for gradients on their way to the host
+    host_bytes: int  # host memory for weights, and for the copies of them that are sent
+    host_gradient_bytes: int  # host memory for gradients that has been allocated so far
+    optimizer_bytes: int  # host memory for optimizer state
     lowered: int  # weights that are sent in autocast's dtype
-    pinned: bool  # whether everything that is sent lies in page-locked memory
-    # names of units, of weights that are resident, of units that live on the device, and of those that visit it
+    pinned: bool  # whether all memory that is sent is pinned
+    # names of units, of resident weights, of units that stay on the device, and of units that are updated there
     unit_names: tuple[str, ...]
     resident: tuple[str, ...]
     living: tuple[str, ...]
@@ -57,7 +58,7 @@ class Summary:
             unit_names=tuple(unit.name for unit in arrangement.units),
             resident=tuple(weight.name for weight in arrangement.resident.weights),
             living=tuple(unit.name for unit in layout.units_on_device),
-            visiting=tuple(unit.name for unit in arrangement.in_window if unit.visits),
+            visiting=tuple(unit.name for unit in arrangement.in_window if unit.updates_on_device),
             plan=engine.plan if layout.window is engine.plan else None,
         )
 
@@ -65,13 +66,17 @@ class Summary:
         """Return the plan as pairs of a name and a value."""
         streamed = "all stay on the GPU" if self.k >= self.units else f"{self.k} on the GPU at a time"
         pinned = ", pinned" if self.pinned else ""
-        ways = f"{len(self.living)} stay on the GPU, {len(self.visiting)} are updated there, the others on the CPU"
+        updates = "on the CPU"
+        if self.living or self.visiting:
+            updates = (
+                f"{len(self.living)} stay on the GPU, {len(self.visiting)} are updated there, the others on the CPU"
+            )
         return [
             ("device", self.device),
             ("units", f"{self.units}: {streamed}"),
             ("GPU memory for weights", f"{readable_bytes(self.device_bytes)} of {readable_bytes(self.model_bytes)}"),
             ("CPU memory for weights", f"{readable_bytes(self.host_bytes)}{pinned}"),
-            ("optimizer updates", ways if self.living or self.visiting else "on the CPU"),
+            ("optimizer updates", updates),
         ]
 
     def __str__(self) -> str:

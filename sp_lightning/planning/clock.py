@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 
-from sp_lightning.pipeline.gradients.landing import FEW
+from sp_lightning.pipeline.gradients.landing import FEW_BUFFERS
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.planning.memory import device_bytes, host_bytes
@@ -192,11 +192,11 @@ class _Pass:
         late = [number for number in self._on_host if number in self._waiting]
         late.sort(reverse=not self._steps_in_backward)  # the next one is last
         ready = {number: self._come[number] for number in late}
-        for number in late[:-FEW]:
+        for number in late[:-FEW_BUFFERS]:
             self._come[number] = math.inf
-        for number in reversed(late[-FEW:]):
+        for number in reversed(late[-FEW_BUFFERS:]):
             self._come[number] = self.down.move(self._workload.bytes_that_wait(number), ready[number])
-        del late[-FEW:]
+        del late[-FEW_BUFFERS:]
         # what is resident is first
         waiting = {number: (number + 1) % len(self._come) for number in self._on_host}
         while waiting:

@@ -71,7 +71,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     is_free = engine.options.optimizer_on == "auto"
     is_stepped = trains and any(master.requires_grad for master in masters)
     # the first process, which has the optimizers' state, plans for all; in an evaluation, each does so for itself
-    plans = processes is None or processes.plans
+    plans = processes is None or processes.is_planner
     return work_of(
         unit,
         states.nbytes(masters),

@@ -96,7 +96,7 @@ def _rates(backend: Backend, work: dict[Kind, partial[Job]], *kinds: Kind) -> di
     with backend.trace.record() as recording:
         for _ in range(_TIMES):
             for kind in kinds:
-                ask = backend.trace.work if kind is Kind.STEP else backend.trace.beside
+                ask = backend.trace.work if kind is Kind.STEP else backend.trace.submit_to_lane
                 ask(kind, "probe", work[kind]())
     spans = {kind: [span for span in recording.spans if span.kind is kind] for kind in kinds}
     begin = max(of_kind[0].begin for of_kind in spans.values())

@@ -117,7 +117,7 @@ class StepsMixin(StrategyPart):
         inputs = arguments.get("inputs")
         with (
             out_of_memory_explained(pipeline, trains=True),
-            pipeline.step(goes_on=True),
+            pipeline.step(continues_last_step=True),
             self._overlapping(pipeline),
             pipeline.in_all_processes(),
         ):

@@ -62,7 +62,7 @@ class RecordingBackend(Backend):
         return self._copy("upload", target, source)
 
     @override
-    def beside(self, kind: Kind, job: Job) -> Ticket:
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
         job.action()
         return DoneTicket()
 

@@ -218,7 +218,7 @@ class UnitCall:
                 "forward cannot run again"
             )
         shared.stats.recomputed += 1
-        shared.backend.trace.begin(Kind.FORWARD, member.unit_name, is_recomputed=True)
+        shared.backend.trace.begin_computing(Kind.FORWARD, member.unit_name, is_recomputed=True)
         self._gaps = iter(self.saved)
         self._missing = sum(1 for kept in self._alive() if kept.tensor is None)
         args, kwargs = self._inputs.rebuild(shared.saved)
@@ -256,7 +256,7 @@ class UnitCall:
                 "backward: something that it depends on has changed in between, such as an attribute, "
                 "a global variable, a closure, or a class attribute"
             )
-        shared.backend.trace.begin(Kind.BACKWARD, member.unit_name)
+        shared.backend.trace.begin_computing(Kind.BACKWARD, member.unit_name)
 
     def _cannot(self, reason: str) -> RuntimeError:
         """Have later calls of the member hold what they save; return the error for this one."""

@@ -34,7 +34,7 @@ from sp_lightning.pipeline.window.window import Window
 
 
 class BackwardEvents(Protocol):
-    """Who is told when a backward pass begins and ends (story.py)."""
+    """The events of backward passes; story.py tells what happens at each."""
 
     def begin_backward(self) -> None:
         """Follow the first sign of a backward pass."""
@@ -61,17 +61,17 @@ class BackwardPass:
         self._task = -1  # autograd's number of the pass (its graph task)
         self._window = window
         self._stream = stream
-        # what refuses gradients of masters themselves; with the nodes, which live for as long as somebody holds them
+        # The hooks that refuse gradients of masters themselves, with their nodes, which must be kept alive.
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
         self._events = events
         self._at_work = at_work
         self._device = device
-        self.in_use: list[Unit] = []  # that backward computes with now, and that calls around do
-        self._reached: list[Unit] = []
+        self.in_use: list[Unit] = []  # the units that backward computes with now, for a call and for calls around it
+        self._reached: list[Unit] = []  # the units that backward has reached
         self._graphs: set[Graph] = set()
         self._callback: Callable[[], object] = lambda: None
 
-    def note(self) -> None:
+    def note_sign(self) -> None:
         """Note a sign of a backward pass; the first one opens the pass."""
         if self.running and self._callback() is not None:
             return
@@ -79,15 +79,15 @@ class BackwardPass:
         if in_backward():
             at_work = self._at_work
             with at_work:
-                # asked again: the host's part of a graph and the device's run in threads of their own
+                # It is checked again: the host's part of a graph and the device's run in threads of their own.
                 if not self.running:
-                    if self._device.type == "cpu":  # else it is a thread of autograd's
+                    if self._device.type == "cpu":  # otherwise this is a thread of autograd's
                         at_work.refuse_others()
-                    at_work.goes_on = get_ident()
+                    at_work.continuing_thread = get_ident()
                     self._task = graph_task()
                     self._events.begin_backward()
                     callback = partial(self._end)
-                    # autograd keeps it alive for as long as the pass lives
+                    # Autograd keeps the callback alive for as long as the pass runs.
                     self._callback = weakref.ref(callback)
                     when_backward_ends(callback)
                     self.running = True  # from now on, threads without this lock believe the callback
@@ -96,7 +96,7 @@ class BackwardPass:
         """Abandon the pass if it has ended with an exception that the user has caught."""
         if self.running and self._callback() is None:
             with self._at_work:
-                # asked again: meanwhile, another thread may have opened the next pass
+                # It is checked again: meanwhile, another thread may have opened the next pass.
                 if self._callback() is None:
                     self.abandon()
 
@@ -110,25 +110,25 @@ class BackwardPass:
                 return
             weight = twin.weight
             if twin.gradient_hook is None:
-                register: Any = Tensor.register_post_accumulate_grad_hook  # the leaf's own has it on the master
+                register: Any = Tensor.register_post_accumulate_grad_hook  # a leaf's own method registers on the master
                 twin.gradient_hook = register(twin.parameter, partial(self._collect, weight))
-            if weight not in self._refusing:  # gradients of graphs on the master itself
+            if weight not in self._refusing:  # a graph may have been built on the master itself
                 with without_torch_function():
                     node = get_gradient_edge(weight.master).node
-                # afterwards: torch 2.9 forgets hooks before a node where a user's function has saved the weight
+                # This is no pre-hook: torch 2.9 forgets those on a node if a user's function has saved the weight.
                 self._refusing[weight] = node, node.register_hook(partial(_refuse, weight))
 
     def _collect(self, weight: Weight, leaf: Tensor) -> None:
         with without_torch_function():
-            self.note()
+            self.note_sign()
             gradient: Tensor | None = GRADIENT.__get__(leaf)
             GRADIENT.__set__(leaf, None)
             if gradient is None or not weight.master.requires_grad:  # frozen since the forward
                 return
-            # a backward inside of the one that opened the pass, as of reentrant checkpoints, may not be the last
+            # A backward inside of the one that opened the pass, as of a reentrant checkpoint, may not be the last.
             self._stream.collect(weight, gradient, is_last=graph_task() == self._task)
 
-    def close(self) -> None:
+    def allow_gradients_of_masters(self) -> None:
         """Let masters have gradients of their own again."""
         for _, handle in self._refusing.values():
             handle.remove()
@@ -136,7 +136,7 @@ class BackwardPass:
 
     # -------------------------------------------------------------------------------------------------- units
 
-    def reach(self, unit: Unit, graph: Graph) -> None:
+    def mark_reached(self, unit: Unit, graph: Graph) -> None:
         """Note that backward has reached a unit by a graph."""
         self._graphs.add(graph)
         if not unit.is_reached:
@@ -150,13 +150,14 @@ class BackwardPass:
         if self.running and is_expected and unit.is_valid:
             return
         with self._at_work:
-            self.note()
-            self._window.stats.heals += unit.residency is Residency.ABSENT
-            follows = self.running and not is_expected
-            if follows:  # nodes that no unit announces: the gradient of a gradient
+            self.note_sign()
+            if unit.residency is Residency.ABSENT:
+                self._window.stats.heals += 1
+            is_unannounced = self.running and not is_expected
+            if is_unannounced:  # no unit announces the nodes of a gradient's gradient
                 self._window.order.record_use(twin.weight.unit.members[0].index, Pass.BACKWARD)
             self._window.bring(unit)
-            if follows:
+            if is_unannounced:
                 self.in_use = [unit]
                 self._window.prefetch(self.in_use)
 
@@ -164,11 +165,11 @@ class BackwardPass:
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
-        self._graphs.clear()  # not done: whoever still holds one may run backward again
+        self._graphs.clear()  # they are not done: who still holds one may run backward again
         self._events.abandon_backward(self.running)
         self._stream.abandon()
         self.running = False
-        self._at_work.goes_on = None
+        self._at_work.continuing_thread = None
 
     def _end(self) -> None:
         with self._at_work:
@@ -178,7 +179,7 @@ class BackwardPass:
             self._graphs.clear()
             some_came = self._stream.end_backward()
             self.running = False
-            self._at_work.goes_on = None
+            self._at_work.continuing_thread = None
             self._events.end_backward(some_came)
 
     def _leave_units(self) -> None:

@@ -22,7 +22,7 @@ from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_ca
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.overrides import running_calls
 
-_MILLISECONDS = 50  # that a thread waits for another one's backward to end
+_MOST_MILLISECONDS = 50  # the time that a thread waits for another one's backward to end
 
 
 class Calls:
@@ -42,15 +42,15 @@ class Calls:
     # -------------------------------------------------------------------------------------------------------- a step
 
     @contextmanager
-    def step(self, look_for_new_parameters: bool = False, continues: bool = False) -> Iterator[None]:
-        """Open a scope, which begins a step if it is not within another; or it `continues` the last one's backward."""
+    def step(self, look_for_new_parameters: bool = False, continues_last_step: bool = False) -> Iterator[None]:
+        """Open a scope; the outermost one begins a step, or continues the backward of the last one."""
         graphs = self._story.graphs
         if graphs.scopes == 0:
-            optimizer_steps.depth = 0  # torch tells nobody of a step that ended with an exception
-        # an optimizer gets here by a closure, maybe by one that torch's step hooks do not see
+            optimizer_steps.depth = 0  # torch tells nobody of an optimizer step that ended with an exception
+        # An optimizer may call a closure that computes, also one that torch's step hooks do not see.
         with optimizer_waits():
             if graphs.scopes == 0:
-                self._begin_scope(look_for_new_parameters, continues)
+                self._begin_scope(look_for_new_parameters, continues_last_step)
             graphs.scopes += 1
             try:
                 with self._story.activations.saved.pushed():
@@ -66,27 +66,27 @@ class Calls:
                         self._story.end_step()
                     self._story.relax_guard()
 
-    def _begin_scope(self, look_for_new_parameters: bool, continues: bool) -> None:
+    def _begin_scope(self, look_for_new_parameters: bool, continues_last_step: bool) -> None:
         """Begin a step, unless a backward pass under way has begun it."""
         if in_backward():
-            self._story.backward.note()
+            self._story.backward.note_sign()
             return
         if self._story.backward.running or self._story.running:
-            self._story.abandon()  # a backward outside of any scope ended with an exception
-        self._story.begin_step(look_for_new_parameters, continues)
+            self._story.abandon()  # a backward outside of any scope has ended with an exception
+        self._story.begin_step(look_for_new_parameters, continues_last_step)
 
     @contextmanager
     def _step_of_call(self) -> Iterator[None]:
-        """Open the step of a call that is in none, or in one that was left open; leave it open if it may be."""
+        """Open a step for a call, unless it is within one; where calls leave their steps open, leave it open."""
         graphs = self._story.graphs
         if self in open_steps.models and not open_steps.calls:
-            graphs.begin()
-            if not graphs.waiting():  # its backward is over, or will never come
+            graphs.begin_graph()
+            if not graphs.waiting():  # the open step's backward is over, or will never come
                 with open_steps.ending():
                     pass
-        begins = self._leaves_steps_open and torch.is_grad_enabled() and graphs.scopes == 0
-        if begins and not in_backward() and open_steps.may_begin():
-            open_steps.begin(self, self.step(look_for_new_parameters=True))
+        stays_open = self._leaves_steps_open and torch.is_grad_enabled() and graphs.scopes == 0
+        if stays_open and not in_backward() and open_steps.may_begin():
+            open_steps.open_step(self, self.step(look_for_new_parameters=True))
         open_steps.calls += 1
         try:
             with self.step():
@@ -101,28 +101,28 @@ class Calls:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Have this thread compute with the model in the block, and no other one."""
+        """Let only this thread compute with the model in the block."""
         at_work = self._story.at_work
-        if in_backward() or at_work.computes == get_ident():
+        if in_backward() or at_work.computing_thread == get_ident():
             yield
             return
-        for _ in range(_MILLISECONDS):
+        for _ in range(_MOST_MILLISECONDS):
             self._story.backward.forget_failed()
-            if not self._story.backward.running or at_work.goes_on == get_ident():
+            if not self._story.backward.running or at_work.continuing_thread == get_ident():
                 break
-            time.sleep(0.001)  # what a failed pass has held goes in a thread of autograd's
+            time.sleep(0.001)  # a thread of autograd's still releases what a failed pass has held
         with at_work:
             at_work.refuse_others()
-            at_work.goes_on = None  # it has ended with an exception
-            at_work.computes = get_ident()
+            at_work.continuing_thread = None  # its backward or step has ended with an exception
+            at_work.computing_thread = get_ident()
         try:
             yield
         finally:
-            at_work.computes = None
+            at_work.computing_thread = None
 
     def _needs_step(self) -> bool:
-        """Tell whether a call is the outermost one."""
-        is_outermost = self._story.at_work.computes != get_ident() and not in_backward()
+        """Tell whether a call is the outermost one, and so needs a step."""
+        is_outermost = self._story.at_work.computing_thread != get_ident() and not in_backward()
         return is_outermost or self._story.graphs.scopes == 0 or optimizer_steps.depth > 0
 
     # --------------------------------------------------------------------------------------------------------- a call
@@ -143,7 +143,7 @@ class Calls:
         activations = self._story.activations
         if activations.are_kept or not activations.manages(member):
             return self._run(member, compute, autocast)
-        # the outermost call of a unit, whose saved tensors have a policy of their own
+        # This is the outermost call of a unit. Its saved tensors have a policy of their own.
         self._story.finish_steps(member)
         try:
             activations.begin(member, args, kwargs)
@@ -154,7 +154,7 @@ class Calls:
             activations.end()
 
     def _check_call(self, member: Member) -> None:
-        """Raise if the call is part of what cannot stream weights."""
+        """Raise if the call is captured as a graph, or transformed: weights cannot stream there."""
         if is_capturing():
             raise RuntimeError(
                 "A module that superpipeline streams cannot be captured as a graph (by "
@@ -192,7 +192,7 @@ class Calls:
             if uncached:
                 torch.set_autocast_cache_enabled(False)
             with self._story.activations.saved.pushed():
-                # not a variable here: a view of a weight, which is cloned, would still be held when the call is left
+                # The output has no variable here: that would still hold a view of a weight when the call is left.
                 return self._story.watch_output(call, compute())
         finally:
             stack.pop()

@@ -54,9 +54,9 @@ from sp_lightning.pipeline.torch_private import (
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights import autocast, leaf, overrides
 
-_PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that has the plain class
+_PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that holds the plain class
 
-# methods that ask for `type(self)`: to copy and to pickle it, and a GraphModule's, to write into the class it has alone
+# These methods use `type(self)`: they copy and pickle a module, or write into the class that a GraphModule has alone.
 _OF_THE_CLASS = ("__reduce_ex__", "__deepcopy__", "recompile")
 _set_class: Any = vars(object)["__class__"].__set__
 
@@ -100,8 +100,11 @@ def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
 def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = types.MethodType(plain.__call__, self)
-        found = _gates.get(id(self))
-        return forward(*args, **kwargs) if found is None else found[0].call(found[1], forward, args, kwargs)
+        gate = _gates.get(id(self))
+        if gate is None:
+            return forward(*args, **kwargs)
+        caller, member = gate
+        return caller.call(member, forward, args, kwargs)
 
     explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
     methods: dict[str, Any] = {
@@ -115,7 +118,7 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 class _EndOfMaking(Exception):
-    """Nothing that is left of the making of a class is wanted."""
+    """Ends the making of a class early: the rest of it is not wanted."""
 
 
 class _Catch:
@@ -133,11 +136,11 @@ class _Catch:
 
 
 def _subclass_unheard(plain: type[nn.Module], contents: dict[str, Any]) -> type[nn.Module]:
-    """Make a subclass of which neither the class nor its metaclass hears."""
+    """Make a subclass without telling the class or its metaclass."""
     catch = _Catch()
     try:
         type.__new__(type(plain), plain.__name__, (plain,), {**contents, "_superpipeline_catch": catch})
-    except (_EndOfMaking, RuntimeError) as error:  # which Python < 3.12 makes of what `__set_name__` raises
+    except (_EndOfMaking, RuntimeError) as error:  # Python < 3.12 wraps an exception of `__set_name__` in the latter
         if not isinstance(error.__cause__ or error, _EndOfMaking):
             raise
     return catch.caught
@@ -147,25 +150,27 @@ def _as_plain(name: str) -> Callable[..., Any]:
     """Make a method that runs the one of this name while the module has its plain class."""
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = _gates.pop(id(self), None)
+        gate = _gates.pop(id(self), None)
         _change_class(self, self.__class__)
         try:
             return getattr(self, name)(*args, **kwargs)
         finally:
-            if found is not None:
-                _gates[id(self)] = found
+            if gate is not None:
+                _gates[id(self)] = gate
                 _change_class(self, type(self))
 
     return method
 
 
 def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module a class, below that of a gate if it is one."""
-    _set_class(module, _gate_class(cls) if id(module) in _gates else cls)
+    """Give a module a class; a gate keeps a gate's class on top of it."""
+    if id(module) in _gates:
+        cls = _gate_class(cls)
+    _set_class(module, cls)
 
 
 def compiled_call(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the module's call, to be compiled when it first runs; None where that is not for us to do, or pointless.
+    """Return the module's call, compiled when it first runs; None where users compile it, or nothing can be fused.
 
     It is what `module.compile(**arguments)` would leave on the module. What the user compiled stays as it is. A lone
     layer of torch (an embedding, a head, an LSTM) is one operation, with nothing to fuse.
@@ -184,7 +189,7 @@ def keep_out_of_graphs(backend: Backend) -> None:
 
 @functools.cache
 def _prepare_to_be_compiled() -> None:
-    # in graphs of units and of hooks; hiding a package would hide all modules in it
+    # These modules are in graphs of units and of hooks. Hiding a package would hide all modules in it.
     visible = (autocast.__name__, leaf.__name__, overrides.__name__, leaf.__package__)
     hide_from_dynamo(
         name for name in list(sys.modules) if name.startswith("sp_lightning.pipeline.") and name not in visible
@@ -203,23 +208,23 @@ class OpenSteps(threading.local):
 
     def __init__(self) -> None:
         self._scopes = ExitStack()
-        self.calls = 0  # of models that are running, one inside of the other
-        self.models: list[object] = []
-        # what the last one has left on top of torch's stack
+        self.calls = 0  # the number of nested calls of models that are running
+        self.models: list[object] = []  # the models whose steps are open
+        # The pair of hooks that the last step has left on top of torch's stack.
         self._on_top: SavedTensorHooks | None = None
 
     def may_begin(self) -> bool:
-        """Tell whether no scope of the user's would end before a step that began now."""
+        """Tell whether a step may stay open: no scope of the user's would end before it."""
         return top_saved_tensor_hooks() == self._on_top
 
-    def begin(self, model: object, step: AbstractContextManager[None]) -> None:
+    def open_step(self, model: object, step: AbstractContextManager[None]) -> None:
         """Begin a step of a model and leave it open."""
         self._scopes.enter_context(step)
         self.models.append(model)
         self._on_top = top_saved_tensor_hooks()
 
     def ending(self) -> AbstractContextManager[object]:
-        """Return a scope with which all of them end; if by an exception, they are abandoned."""
+        """Return a scope that ends all of these steps; an exception in it abandons them."""
         self.models = []
         self._on_top = None
         return self._scopes.pop_all()

@@ -33,7 +33,7 @@ GRADIENT: Any = Tensor.grad  # a leaf's own, where its class answers with its ma
 
 
 class Graph:
-    """Stands for the graph of one step, and lives for as long as autograd holds nodes of it."""
+    """Stands for the graph of one step, and exists for as long as autograd holds nodes of it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -43,18 +43,18 @@ class Graph:
 
 
 class Graphs:
-    """The graphs that may still need weights where these lay when the graphs were built."""
+    """The graphs that may still need weights in the places where these were when the graphs were built."""
 
     def __init__(self) -> None:
         self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.current = Graph(0)  # the graph that is being built
         self.calls = 0  # how many calls of units have begun
-        # whether weights were used outside of units since the last scope or backward
+        # Whether weights were used outside of units since the last scope or backward.
         self.has_served = False
-        self.scopes = 0  # how many scopes of the step under way are open, one inside of the other
+        self.scopes = 0  # the number of nested scopes of the step under way
 
-    def begin(self) -> None:
-        """Begin the graph of a new step; whoever holds nodes of the last one may run a backward through it."""
+    def begin_graph(self) -> None:
+        """Begin the graph of a new step; who holds nodes of the last graph may still run backward through it."""
         self._earlier.add(self.current)
         self.current = Graph(self.current.number + 1)
 
@@ -63,9 +63,9 @@ class Graphs:
         self.calls += 1
         return self.calls
 
-    def outdate(self) -> None:
-        """Note that weights no longer lie where graphs need them."""
-        self.begin()
+    def outdate_all(self) -> None:
+        """Note that weights have left the places in which graphs need them."""
+        self.begin_graph()
         for graph in self._earlier:
             graph.outdated = True
 
@@ -74,7 +74,7 @@ class Graphs:
         return any(not graph.done for graph in self._earlier)
 
     def waiting(self) -> bool:
-        """Tell whether a graph still waits for its backward; where no unit tells, that may be in the next scope."""
+        """Tell whether a graph may still wait for its backward, which may come in the next scope."""
         return self.has_served or self.earlier_waiting()
 
 
@@ -104,12 +104,12 @@ def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since:
 
 
 def edges_of(weight: Weight) -> list[Any]:
-    """Return what stands for a weight in graphs: edges, as leaves may have a class of their own."""
+    """Return a weight's edges in graphs; leaves may have a class of their own, so they would not do."""
     with without_torch_function():
         leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
         if weight.master.requires_grad and leaves:
             return list(map(get_gradient_edge, leaves))
-        # no graph has it
+        # No graph has the weight.
         return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]
 
 
@@ -119,32 +119,32 @@ def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
     """
     if isinstance(inputs, dict):
-        found = differentiate(outputs, list(inputs.values()), *args, **kwargs)
-        return dict(zip(inputs, found, strict=True))
+        by_position = differentiate(outputs, list(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, by_position, strict=True))
     inputs = [inputs] if isinstance(inputs, Tensor | Weight) else list(inputs)
-    edges = [edges_of(each) if isinstance(each, Weight) else [each] for each in inputs]
-    if any(len(of_input) > 1 for of_input in edges):  # the outputs may have used one leaf of a weight alone
+    edges = [edges_of(value) if isinstance(value, Weight) else [value] for value in inputs]
+    if any(len(input_edges) > 1 for input_edges in edges):  # the outputs may have used one leaf of a weight alone
         kwargs["allow_unused"] = True
-    found = iter(torch.autograd.grad(outputs, list(chain.from_iterable(edges)), *args, **kwargs))
+    edge_gradients = iter(torch.autograd.grad(outputs, list(chain.from_iterable(edges)), *args, **kwargs))
     gradients: list[Tensor | None] = []
-    for each, of_input in zip(inputs, edges, strict=True):
-        parts = [part for part in islice(found, len(of_input)) if part is not None]
-        if isinstance(each, Weight) and parts:
+    for value, input_edges in zip(inputs, edges, strict=True):
+        parts = [part for part in islice(edge_gradients, len(input_edges)) if part is not None]
+        if isinstance(value, Weight) and parts:
             with without_torch_function():
-                gradient = reduce(torch.add, [part.to(each.dtype) for part in parts])
-                parts = [run_hooks(tensor_hooks(each.master), gradient)]
+                gradient = reduce(torch.add, [part.to(value.dtype) for part in parts])
+                parts = [run_hooks(tensor_hooks(value.master), gradient)]
         gradients.append(parts[0] if parts else None)
     return tuple(gradients)
 
 
 class CallToCome:
-    """A call until backward reaches it, or nobody holds its graph any more; nodes hold it ([Note: what nodes hold]).
+    """A call that backward has not reached yet; its nodes hold this object ([Note: what nodes hold]).
 
     Attributes:
-        member: The member.
+        member: A weak reference to the member.
         graph: The graph that the call has built.
-        needed: The units with whose weights it has computed.
-        bundle: What it has saved; None if nobody has to know.
+        needed: The units whose weights the call has used.
+        bundle: The activations that it has offloaded; None if none have to return.
     """
 
     def __init__(self, member: Member, graph: Graph, needed: Sequence[Unit], bundle: Bundle | None) -> None:
@@ -157,8 +157,9 @@ class CallToCome:
             member.unit.readers.calls_to_come += 1
 
     def end(self) -> None:
-        """Note that backward has reached the call, which may be of several nodes."""
-        unit, self._unit = self._unit, None
+        """Note that backward has reached the call; each of its nodes may tell that."""
+        unit = self._unit
+        self._unit = None
         if unit is not None:
             unit.readers.calls_to_come -= 1
 

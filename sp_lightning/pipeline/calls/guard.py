@@ -70,10 +70,10 @@ class Guard:
         device: torch.device,
         processes: Processes | None,
     ) -> None:
-        # whether a step or a backward pass is under way, so that operations on masters get the device's weights
+        # Whether a step or a backward pass is under way: operations on masters get the weights on the device then.
         self.in_step = False
         self.window = steps.window
-        self.places = arrangement.twins  # all twins, by the identity of their memory
+        self.twins_by_memory = arrangement.twins  # all twins, by the identity of their memory
         self._stream = steps.stream
         self._device = device
         self._at_work = at_work
@@ -83,7 +83,7 @@ class Guard:
         self._steps = steps
         self._processes = processes
         self._weights: list[Weight] = []
-        self._served: list[Weight] = []  # in this step, outside of their modules
+        self._served: list[Weight] = []  # the weights that were used outside of their modules in this step
 
     def install(self, weights: Iterable[Weight]) -> None:
         """Guard the masters of weights."""
@@ -108,23 +108,23 @@ class Guard:
         if name in ON_DEVICE and self.in_step and not optimizer_steps.depth:
             return func(torch.empty(0, device=self._device), *args[1:])
         if not is_metadata(name):
-            # of several models there may be, each with its own guard
-            found = [guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
+            # There may be masters of several models, each with its own guard.
+            guards_and_weights = [guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
             means_masters = means_the_master(name, args, kwargs)
-            # between steps, too, a graph may wait that was built on what stands for masters
-            in_step = func in _OF_GRAPHS or any(guard.in_step for guard, _ in found)
+            # Between steps, too, a graph may wait that was built on leaves of weights.
+            in_step = func in _OF_GRAPHS or any(guard.in_step for guard, _ in guards_and_weights)
             in_step = in_step and not optimizer_steps.depth
             if in_step and not means_masters:
                 return _run_on_device(func, args, kwargs)
-            if in_step and any(weight.places for _, weight in found):
+            if in_step and any(weight.leaf_count for _, weight in guards_and_weights):
                 return run_on_leaves(func, args, kwargs)
-            for guard, weight in found:
+            for guard, weight in guards_and_weights:
                 guard.before_access(weight, means_masters)
         with without_torch_function():
             return func(*args, **kwargs)
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:
-        """Finish what is under way with a master, because code outside of the engine reads it, or writes to it."""
+        """Finish work that uses a master, because code outside of the engine reads it, or writes to it."""
         window, unit = self.window, weight.unit
         if self._at_work.is_forked:
             self._check_in_fork(weight)
@@ -138,7 +138,7 @@ class Guard:
         elif not window.settled:
             with self._at_work:
                 self._steps.settle_all()
-        # who gets an alias may write to it later: what is on the device is sent anew before next use
+        # Code with an alias may write to it later. So the weight is sent again before the next use.
         if writes:
             for copied_from in {unit, weight.twin.unit}:
                 window.note_write(copied_from)
@@ -146,7 +146,7 @@ class Guard:
                 unit.readers.has_aliases = True
 
     def refuse_if_stepped(self, weight: Weight) -> None:
-        """Raise if a weight was stepped in the backward pass that is under way, and is to be read."""
+        """Raise if a weight is read after it was stepped in the backward pass that is under way."""
         if self._stream.is_used_up(weight) and not optimizer_steps.depth:
             raise RuntimeError(
                 f"Weight {weight.name!r} is used in backward after the optimizer has updated it there. Weights are "
@@ -157,26 +157,26 @@ class Guard:
         """Raise unless a fork of the process has the value of a weight."""
         step = weight.unit.being_stepped
         if step is not None:
-            step.join()  # it has failed if it was under way
+            step.join()  # a step that was under way fails in the fork
         # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
         if self._device.type != "cpu" or self._processes is not None or weight.twin.is_touched():
             raise RuntimeError(f"Weight {weight.name!r} cannot be read here. {FORKED}")
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
-        """Put a master's gradient into its `.grad`, because somebody reads it; else drop it, because it is replaced."""
+        """Put a master's gradient into its `.grad` if code reads that; otherwise drop it, because it is replaced."""
         stream = self._stream
-        gradient = stream.of[weight]
+        gradient = stream.gradient_of[weight]
         is_there = gradient.tensor is not None or gradient in stream.pending
         if not (is_there or gradient.of_segment.is_consumed or weight.leftover is not Leftover.NOTHING):
             return
         self._backward.forget_failed()
-        # whether it goes or becomes zeros; None if it is read
+        # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
-        # before there are other gradients, users look at it to zero it by hand
-        is_zeroed = to_none is not None or not any(each.tensor is not None for each in stream.of.values())
+        # Where there are no other gradients, users read a used one to zero it by hand.
+        is_zeroed = to_none is not None or not any(other.tensor is not None for other in stream.gradient_of.values())
         if is_zeroed and weight.leftover is Leftover.USED:
             weight.leftover = Leftover.NOTHING
-        gradient.check()
+        gradient.check_readable()
         if reads and gradient in stream.pending:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to CPU memory, and cannot be "
@@ -222,9 +222,9 @@ class Guard:
             return leaf
 
     def end_step(self) -> None:
-        """Have leaves stand for nothing any more that were served outside of their modules."""
+        """End the use of leaves outside of their modules: they stand for their masters now."""
         for weight in self._served:
-            if not weight.places:
+            if not weight.leaf_count:
                 weight.twin.parameter.__class__ = DepartedLeaf
         self._served.clear()
 
@@ -241,14 +241,14 @@ class Guard:
         self._arrangement.learned.touched_outside.append(weight)
 
     def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
-        """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note`)."""
+        """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note_cast`)."""
         graphs = self._graphs
         if builds_graph:
             if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
-                weight.casts = {}  # no backward adds gradients of these up with those of this cast
+                weight.casts = {}  # no backward adds the gradients of earlier casts to those of this one
             weight.cast_in = graphs.current.number
-        leaf = self._arrangement.learned.casts.note(weight, builds_graph, self._backward.follow_requires_grad)
-        # autocast has had the lowered values before the weight was used as it is, and still has them
+        leaf = self._arrangement.learned.casts.note_cast(weight, builds_graph, self._backward.follow_requires_grad)
+        # Autocast used the lowered values before the weight was used in its own dtype, and still does.
         if leaf is not weight.twin.parameter:
             with self._at_work:
                 self.window.bring(weight.unit)
@@ -268,19 +268,19 @@ class Guard:
     def keep_as_is_for_now(self, weight: Weight) -> None:
         """Have a lowered weight be in its own dtype until weights are placed next: autocast is off for its module."""
         if weight.cast_in == self._graphs.current.number:
-            self.keep_as_is(weight)  # what the graph has cast already stays cast
+            self.keep_as_is(weight)  # earlier casts in the graph stay as they are
         else:
-            weight.leaf_class = EagerLeaf  # nobody looks at how it is used
+            weight.leaf_class = EagerLeaf  # its uses are not watched without autocast
             self._make_resident(weight)
 
     def _make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device until weights are placed next, which is due."""
-        if in_transform():  # to which new memory would belong
+        if in_transform():  # new memory would belong to the transform
             raise RuntimeError(
                 f"Weight {weight.name!r} is used outside of its module, within a transform of "
                 "`torch.func`. Name it in `resident=`."
             )
-        self.window.finish_optimizer(weight.unit)  # it is sent at once
+        self.window.finish_optimizer(weight.unit)  # the weight is sent at once
         self.window.write_back([weight])
         self._arrangement.make_resident(weight)
         self._arrangement.learned.outdated = True
@@ -303,11 +303,11 @@ def _serve(master: HostParameter) -> nn.Parameter:
 
 
 def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return tensors, each master replaced by what stands for it in graphs."""
-    found: list[Any] = []
+    """Return tensors, with each master replaced by the edges that stand for it in graphs."""
+    inputs: list[Any] = []
     for tensor in tensors:
         if isinstance(tensor, HostParameter):
-            found += edges_of(guarded[id(tensor)][1])
+            inputs += edges_of(guarded[id(tensor)][1])
         else:
-            found.append(tensor)
-    return found
+            inputs.append(tensor)
+    return inputs

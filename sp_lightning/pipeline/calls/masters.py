@@ -1,4 +1,4 @@
-"""The class of masters: how the guard hears of operations on them, and which operations mean the masters themselves."""
+"""The class of masters: how the guard intercepts operations on them, and which of these mean the masters themselves."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _OF_THE_MASTER = {
 
 
 class GuardOfMasters(Protocol):
-    """Who decides what follows from accesses to masters (guard.py)."""
+    """Decides what follows from access to masters (guard.py)."""
 
     in_step: bool
-    places: dict[int, Twin]
+    twins_by_memory: dict[int, Twin]
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has masters among its arguments."""
@@ -67,9 +67,9 @@ class HostParameter(CopiedPlainly):
         kwargs = kwargs or {}
         # mostly, an attribute is read or written
         master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs), cls), None)
-        found = guarded.get(id(master))
-        if found is not None:
-            guard, weight = found
+        guard_and_weight = guarded.get(id(master))
+        if guard_and_weight is not None:
+            guard, weight = guard_and_weight
             if getattr(func, "__self__", None) is not GRADIENT:
                 return guard.run(func, args, kwargs)
             guard.before_gradient(weight, reads=func.__name__ == "__get__")
@@ -78,13 +78,13 @@ class HostParameter(CopiedPlainly):
 
 
 def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Have a module take the master where a forward gives it a leaf: the name outlives the call."""
+    """Give a module the master where a forward assigns a leaf: the assignment outlives the call."""
     if isinstance(parameter, TwinParameter):
         return parameter.weight.master
     with without_torch_function():
         key = 0 if parameter is None else storage_key(parameter)
     for guard in guards:
-        twin = guard.places.get(key)
+        twin = guard.twins_by_memory.get(key)
         if twin is not None:
             raise RuntimeError(
                 f"A forward gives {type(module).__name__} a Parameter {name!r} over the memory of weight "
@@ -94,13 +94,13 @@ def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -
     return None
 
 
-# once in a process, as soon as the engine is imported: code may bind torch's functions to names of its own
+# This runs once in a process, when the engine is imported: code may bind torch's functions to names of its own.
 see_all_uses((HostParameter, DepartedLeaf, LoweredParameter), (EagerLeaf, LoweredParameter, TwinParameter))
 register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-type]
 
 
 def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation means a master itself, in a step as well: it writes to it, or gives an alias of it."""
+    """Tell whether an operation means a master itself, also in a step: it writes to the master, or returns an alias."""
     if name in _OF_THE_MASTER:
         return True
     if name.startswith("__i"):
@@ -113,9 +113,12 @@ def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that means masters, some of which have leaves in the module tree."""
-    if name_of(func) == "data":  # of which leaves have their own
+    if name_of(func) == "data":  # leaves have a property of their own for this attribute
         leaf = _leaf_in_tree(args[0])
-        return leaf.data if func.__name__ == "__get__" else setattr(leaf, "data", args[1])
+        if func.__name__ == "__get__":
+            return leaf.data
+        leaf.data = args[1]
+        return None
     with without_torch_function():
         args, kwargs = replace_instances((args, kwargs), HostParameter, _leaf_in_tree)
     return func(*args, **kwargs)
@@ -123,4 +126,4 @@ def run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _leaf_in_tree(master: HostParameter) -> nn.Parameter:
     _, weight = guarded[id(master)]
-    return weight.twin.parameter if weight.places else master
+    return weight.twin.parameter if weight.leaf_count else master

@@ -28,7 +28,7 @@ class RunningCall:
     Attributes:
         member: The member.
         needed: The units whose weights it computes with.
-        number: Its number among all calls.
+        number: The number of the call among all calls.
         nodes: The nodes of custom Functions that were applied in it.
     """
 
@@ -37,27 +37,28 @@ class RunningCall:
         self.needed = needed
         self.number = number
         self.nodes: list[Node] = []
-        self._places = places
+        self._twins_by_memory = places
 
     def note_function(self, given: Sequence[Any], output: Any) -> None:
         """Note that a custom Function was applied."""
         outputs = output if isinstance(output, tuple | list) else [output]
-        node = next((each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None), None)
-        if node is None:
+        nodes = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
+        if not nodes:
             return
-        self.nodes.append(node)
-        for each in given:
-            twin = self._places.get(storage_key(each)) if isinstance(each, Tensor) else None
-            if twin is not None:
-                twin.unit.readers.has_raw_readers = True
+        self.nodes.append(nodes[0])
+        for value in given:
+            if isinstance(value, Tensor):
+                twin = self._twins_by_memory.get(storage_key(value))
+                if twin is not None:
+                    twin.unit.readers.has_raw_readers = True
 
     def outside_of_places(self, output: Any) -> tuple[Any, list[Tensor]]:
-        """Return what the call returns, with clones of what lies in the place of a weight, and the tensors in it.
+        """Return the call's output, with clones of tensors that lie in the place of a weight, and all tensors in it.
 
         Raises:
-            RuntimeError: A clone cannot take the place of a weight there, or a weight may be where nobody can look.
+            RuntimeError: A clone cannot replace a weight there, or an object that cannot be searched may hold one.
         """
-        places = self._places.keys()
+        places = self._twins_by_memory.keys()
 
         def out_of_place(tensor: Tensor) -> Tensor:
             is_outside = places.isdisjoint(map(storage_key, tensors_in(tensor)))
@@ -74,7 +75,7 @@ class RunningCall:
                     "class of its own, a function, an array), where a clone cannot take its place. "
                     "Return a clone of the weight, or name it in `resident`."
                 )
-        # besides the twin and its data, something has a view of a weight: a graph, or what is hidden
+        # Something else than the twin and its data has a view of a weight: a graph, or a hidden object.
         if hidden and any(alias_count(entry.weight.twin.key) > 2 for entry in self.member.entries):
             raise RuntimeError(
                 f"superpipeline: {self.member.name!r} returns an object of the class "

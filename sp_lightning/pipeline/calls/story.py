@@ -83,20 +83,20 @@ class Story:
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self, look_for_new_parameters: bool, continues: bool) -> None:
-        """Begin a step, or a scope that `continues` the last one with another backward."""
-        continues |= self.graphs.waiting()  # this is the backward of the previous step
+    def begin_step(self, look_for_new_parameters: bool, continues_last_step: bool) -> None:
+        """Begin a step, or a scope that continues the last one with another backward."""
+        continues_last_step |= self.graphs.waiting()  # this is the backward of the previous step
         self.graphs.has_served = False
-        self._engine.before_step(look_for_new_parameters, continues)
-        if not continues:
-            self._optimizers.drop_used()
-            self._trace.begin_step()
+        self._engine.before_step(look_for_new_parameters, continues_last_step)
+        if not continues_last_step:
+            self._optimizers.drop_used_gradients()
+            self._trace.mark_step()
             self.activations.begin_step()
             self._window.begin_next_step()
-        self._arrangement.unused_in_step = not continues
+        self._arrangement.unused_in_step = not continues_last_step
         self.guard_masters()
         with self.at_work:
-            if not continues and torch.is_grad_enabled():
+            if not continues_last_step and torch.is_grad_enabled():
                 self._stream.routes.staging.reserve()
             self._window.load_first()
 
@@ -106,7 +106,7 @@ class Story:
             return
         with self.at_work:
             self._window.write_back_all()
-        self.graphs.begin()  # whoever still holds the old graph waits for its backward
+        self.graphs.begin_graph()  # whoever still holds the old graph waits for its backward
 
     def guard_masters(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
@@ -132,13 +132,13 @@ class Story:
                 member.running_calls = 0
                 member.put_back_masters()
             self.backward.abandon()
-            self._trace.end()
+            self._trace.end_computing()
             self._window.backend.drain()
             self.activations.abandon()
-            self._window.order.abandon()
-            self._window.abandon()
+            self._window.order.forget_position()
+            self._window.mark_all_absent()
             self._engine.planner.abandon()
-            self.graphs.begin()
+            self.graphs.begin_graph()
             self.relax_guard()
 
     # ---------------------------------------------------------------------------------------------------------- a call
@@ -182,7 +182,7 @@ class Story:
             self.running.append(call)
             member.put_in_twins(self.backward.follow_requires_grad)
             if len(self.running) == 1 and not is_backward:
-                self._trace.begin(Kind.FORWARD, member.unit_name)
+                self._trace.begin_computing(Kind.FORWARD, member.unit_name)
             return call
 
     def _bring_for_call(self, member: Member, is_backward: bool) -> None:
@@ -212,8 +212,8 @@ class Story:
         nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
             graphs.current.is_built = True
-            to_come = CallToCome(call.member, graphs.current, call.needed, self.activations.open_bundle)
-            action = partial(_before_backward, ref(self), to_come)
+            call_to_come = CallToCome(call.member, graphs.current, call.needed, self.activations.open_bundle)
+            action = partial(_before_backward, ref(self), call_to_come)
             before_backward(nodes, action, call.number, graphs.calls)
         return output
 
@@ -228,7 +228,7 @@ class Story:
             self._leave_units(self.running.pop())
             is_backward = in_backward()
             if not self.running and not is_backward:
-                self._trace.end()
+                self._trace.end_computing()
             self._follow_requires_grad(member)
             for unit in member.needed:
                 if unit.readers.has_aliases:  # which show what the forward has written
@@ -267,13 +267,13 @@ class Story:
         backward, window, unit = self.backward, self._window, member.unit
         assert unit is not None
         with self.at_work:
-            backward.note()
+            backward.note_sign()
             if member.is_streamed:
                 window.order.record_use(member.index, Pass.BACKWARD)
                 self._stream.send_others(unit)
-            for each in call.needed:
-                window.bring(each)
-            backward.reach(unit, call.graph)
+            for needed_unit in call.needed:
+                window.bring(needed_unit)
+            backward.mark_reached(unit, call.graph)
             # checkpoints inside of the unit call its parts, and not the unit
             if unit.resident:
                 member.put_in_twins(backward.follow_requires_grad)
@@ -282,7 +282,7 @@ class Story:
             # the backward of calls around it is not over either
             backward.in_use = [*call.needed, *member.called_in]
             window.prefetch(backward.in_use)
-        self._trace.begin(Kind.BACKWARD, member.unit_name)
+        self._trace.begin_computing(Kind.BACKWARD, member.unit_name)
         if not self.activations.are_kept:
             self.activations.reach(call.bundle)
 
@@ -308,11 +308,11 @@ class Story:
     def end_backward(self, some_came: bool) -> None:
         """Follow the end of a backward pass, which may have brought gradients."""
         self.graphs.has_served = False
-        self._trace.end()
+        self._trace.end_computing()
         self.activations.end_backward()
         if not self.graphs.scopes:
             self._window.write_back_all()
-            self.graphs.begin()  # the one that checkpoints have built has had its backward
+            self.graphs.begin_graph()  # the one that checkpoints have built has had its backward
         # not after `torch.autograd.grad`, which may run in some processes only
         if self._engine.has_gradients_on_device() or some_came:
             self.add_up_with_others()

@@ -16,14 +16,15 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer
 from sp_lightning.pipeline.gradients.waiting import WaitingRoom
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Later
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes
 from sp_lightning.pipeline.weights.segment import GradientLayout, gradient_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 
-_UNITS_PER_BUFFER = 5  # they limit how far the optimizer may fall behind
-FEW = 3  # where gradients wait: one is read by the optimizer, one has landed, and one is on its way
+_UNITS_PER_BUFFER = 5  # the number of buffers limits how far the optimizer may fall behind
+# Where gradients wait, the optimizer reads one buffer, one has landed, and one is on its way.
+FEW_BUFFERS = 3
 
 
 def landing_buffers(units: int) -> int:
@@ -33,8 +34,8 @@ def landing_buffers(units: int) -> int:
 
 def three_buffers(sizes: Iterable[int]) -> list[int]:
     """Return the sizes of three buffers, for units whose gradients have these sizes."""
-    largest = sorted(sizes, reverse=True)[:FEW]
-    return [*largest[:1], *(FEW - 1) * largest[-1:]]
+    largest = sorted(sizes, reverse=True)[:FEW_BUFFERS]
+    return [*largest[:1], *(FEW_BUFFERS - 1) * largest[-1:]]
 
 
 class LandingBuffers:
@@ -46,17 +47,17 @@ class LandingBuffers:
         self._buffers: list[LandingBuffer] = []  # the smallest first
         self._released = threading.Condition()
         self._turns = count(1)
-        self._came: list[int] = []  # bytes of each unit's gradients, as they come
-        self._sums: list[int] = []  # in the masters' dtypes
+        self._arriving_bytes: list[int] = []  # the bytes of each unit's gradients in the dtypes in which they arrive
+        self._sum_bytes: list[int] = []  # their bytes in the masters' dtypes, in which they are summed
 
-    def serve(self, units: Sequence[Unit]) -> None:
-        """Have buffers for these units, from when one is needed."""
-        self._came = [gradient_bytes(unit.weights) for unit in units]
-        self._sums = [max(gradient_bytes(unit.weights), _bytes_of_sums(unit.weights)) for unit in units]
+    def size_for(self, units: Sequence[Unit]) -> None:
+        """Size the buffers for these units; they are made when the first one is needed."""
+        self._arriving_bytes = [gradient_bytes(unit.weights) for unit in units]
+        self._sum_bytes = [max(gradient_bytes(unit.weights), _bytes_of_sums(unit.weights)) for unit in units]
 
     def make_room(self, nbytes: int) -> None:
-        """Have a buffer for so much, too, before the first is taken."""
-        self._came.append(nbytes)
+        """Size the buffers for one more unit, before the first buffer is taken."""
+        self._arriving_bytes.append(nbytes)
 
     def take(self, nbytes: int) -> LandingBuffer:
         """Take the smallest buffer that is large enough; block until it is free."""
@@ -68,40 +69,41 @@ class LandingBuffers:
             return buffer
 
     def reserve(self, nbytes: int) -> LandingBuffer:
-        """Return a buffer that is large enough, and free once its last reader is done; without blocking."""
+        """Return a large enough buffer without blocking; it is free once its last reader is done."""
         with self._released:
             buffer = min(self._large_enough(nbytes), key=attrgetter("users", "turn"))
-            buffer.users, buffer.turn = buffer.users + 1, next(self._turns)
+            buffer.users += 1
+            buffer.turn = next(self._turns)
             return buffer
 
     def _large_enough(self, nbytes: int) -> list[LandingBuffer]:
         if not self._buffers:
-            self._make(self._came)
+            self._make(self._arriving_bytes)
         if nbytes > self._buffers[-1].bytes.nbytes and self._waiting.is_limited:
             self._released.wait_for(lambda: not any(buffer.users for buffer in self._buffers))
-            self.close()
-            self._make([*self._sums, nbytes])
+            self.free_memory()
+            self._make([*self._sum_bytes, nbytes])
         large = [buffer for buffer in self._buffers if buffer.bytes.nbytes >= nbytes]
-        if not large:  # some weights were frozen, or lowered; it is used once
+        if not large:  # Some weights were frozen, or lowered, when buffers were made. This buffer is used once.
             large.append(LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released))
         return large
 
     def _make(self, sizes: Sequence[int]) -> None:
-        made = [HostBuffer(size, self._backend, pin=True) for size in sorted(self._sizes(sizes))]
-        self._buffers = [LandingBuffer(buffer, self._released) for buffer in made]
+        host_buffers = [HostBuffer(size, self._backend, pin=True) for size in sorted(self._sizes(sizes))]
+        self._buffers = [LandingBuffer(buffer, self._released) for buffer in host_buffers]
 
-    def _sizes(self, of_units: Sequence[int]) -> list[int]:
+    def _sizes(self, unit_sizes: Sequence[int]) -> list[int]:
         if self._waiting.is_limited:
-            return three_buffers(of_units)
-        return sorted(of_units)[-landing_buffers(len(of_units)) :]
+            return three_buffers(unit_sizes)
+        return sorted(unit_sizes)[-landing_buffers(len(unit_sizes)) :]
 
-    def bring(self, name: str, gradients: Mapping[Gradient, Tensor]) -> Return:
-        """Have gradients of a unit that have waited on the device land; neither the host nor computing waits."""
+    def land_late(self, name: str, gradients: Mapping[Gradient, Tensor]) -> LateGradients:
+        """Copy to the host what has waited on the device for a unit; neither the host nor computing waits."""
         weights = [gradient.weight for gradient in gradients]
         layout = GradientLayout(weights, [tensor.dtype for tensor in gradients.values()])
-        return Return(name, gradients, layout, self.reserve(layout.nbytes), self._backend)
+        return LateGradients(name, gradients, layout, self.reserve(layout.nbytes), self._backend)
 
-    def abandon(self) -> None:
+    def release_all(self) -> None:
         """Release all buffers, after an exception."""
         with self._released:
             for buffer in self._buffers:
@@ -112,25 +114,25 @@ class LandingBuffers:
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
     def most_nbytes(self) -> int:
-        """Return the bytes of host memory that they may take for sums."""
-        return sum(self._sizes(self._sums))
+        """Return the bytes of host memory that the buffers may take for sums."""
+        return sum(self._sizes(self._sum_bytes))
 
-    def close(self) -> None:
-        """Free the memory, when no copy is under way; what lies in it keeps it."""
+    def free_memory(self) -> None:
+        """Free the memory, when no copy is under way; tensors in it keep it."""
         while self._buffers:
             self._buffers.pop().host.release()
 
 
-class Return(Later):
+class LateGradients(DeferredTicket):
     """Gradients on their way from the device to an update on the host; done when they have landed.
 
-    They stay what they are: others may read them meanwhile.
+    The gradients themselves do not change: others may read them meanwhile.
 
     Attributes:
-        landed: Where each of them will be.
+        landed: The tensor on the host for each gradient.
         buffer: The buffer that they land in.
-        sources: Where they come from, to be held until they have landed.
-        nbytes: How much they are.
+        sources: The tensors on the device; they are kept until the copies have landed.
+        nbytes: The bytes of all gradients.
     """
 
     def __init__(
@@ -149,15 +151,15 @@ class Return(Later):
         self._backend = backend
         self._copy = Job(self._send, [backend.computed()], self.nbytes)
         after = [] if buffer.last_reader is None else [buffer.last_reader]
-        super().__init__(Job(self._ask, after, rank=BEFORE_OTHER_WORK))
-        backend.ask(self.job)
+        super().__init__(Job(self._issue_copy, after, rank=BEFORE_OTHER_WORK))
+        backend.issue_when_ready(self.job)
 
-    def _ask(self) -> None:
-        """Ask for the copy."""
-        self.ticket = self._backend.trace.beside(Kind.LATE_GRADIENTS, self._name, self._copy)
+    def _issue_copy(self) -> None:
+        """Issue the copy."""
+        self.ticket = self._backend.trace.submit_to_lane(Kind.LATE_GRADIENTS, self._name, self._copy)
 
     def _send(self) -> None:
-        """Copy gradients to the host, in their lane."""
+        """Copy gradients to the host; runs in their lane."""
         for target, source in zip(self.landed.values(), self.sources, strict=True):
             if self._backend.poison:
                 self._backend.invalidate(as_bytes(target))

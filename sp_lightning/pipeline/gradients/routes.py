@@ -39,13 +39,13 @@ from sp_lightning.pipeline.window.window import Window
 
 
 class StagingBuffers:
-    """Device memory in which units' gradients are put together: buffers that take turns, each large enough for any."""
+    """Buffers on the device in which units' gradients are packed; they take turns, and any unit's gradients fit."""
 
     def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
         self._units = units
         self._backend = backend
         self._buffers: list[GradientMemory] = []
-        self.count = STAGING_BUFFERS
+        self.buffer_count = STAGING_BUFFERS
 
     def reserve(self) -> None:
         """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
@@ -53,11 +53,11 @@ class StagingBuffers:
             return
         nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
         if nbytes:
-            for _ in range(self.count):
+            for _ in range(self.buffer_count):
                 self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
 
     def release(self) -> None:
-        """Let go of buffers that have grown; computing waits for the copies out of them."""
+        """Drop buffers that have grown; computing waits for the copies out of them."""
         for buffer in self._buffers:
             if buffer.ticket is not None:
                 self._backend.trace.wait(buffer.ticket, "gradients")
@@ -67,10 +67,11 @@ class StagingBuffers:
         """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
         self.reserve()
         buffer = self._buffers[0]
-        # if this wait fails, so does the step, and what comes after that finds nothing under way
-        copy, buffer.ticket = buffer.ticket, None
-        if copy is not None:
-            self._backend.trace.wait(copy, "gradients")
+        last_copy = buffer.ticket
+        # If this wait fails, so does the step, and the next step finds nothing under way.
+        buffer.ticket = None
+        if last_copy is not None:
+            self._backend.trace.wait(last_copy, "gradients")
         if buffer.bytes.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
             buffer = GradientMemory(self._backend.allocate(nbytes))
         self._buffers = [*self._buffers[1:], buffer]
@@ -80,23 +81,23 @@ class StagingBuffers:
         """Return the bytes of device memory."""
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
-    def close(self) -> None:
+    def drop_buffers(self) -> None:
         """Let go of the buffers."""
         self._buffers.clear()
-        self.count = STAGING_BUFFERS
+        self.buffer_count = STAGING_BUFFERS
 
 
 class _Sum(NamedTuple):
     """A sum of gradients of one weight."""
 
     total: Tensor
-    before: Tensor | None  # what it begins with: itself, what came first, or nothing
+    before: Tensor | None  # the sum begins with this: with itself, with the first gradient, or with nothing
     added: Tensor
-    norm: Tensor | None  # where its norm goes, if that is measured
+    norm: Tensor | None  # the sum's norm is written here; None if it is not measured
 
 
 def _add_up(sums: Sequence[_Sum], norm_dtype: torch.dtype | None) -> None:
-    """Add gradients that have landed to those that are there, or begin with them."""
+    """Add gradients that have landed to earlier ones, or begin a sum with them."""
     with without_torch_function(), torch.no_grad():
         for total, before, added, norm in sums:
             if before is None:
@@ -110,7 +111,7 @@ def _add_up(sums: Sequence[_Sum], norm_dtype: torch.dtype | None) -> None:
 
 
 class Route(enum.Enum):
-    """The way of what a unit has gathered, drawn above."""
+    """The route of the gradients that a unit has gathered, drawn above."""
 
     KEEP = enum.auto()
     ADD = enum.auto()
@@ -140,48 +141,49 @@ class Routes:
             self._stay(of_segment, more_comes)
 
     def _keep(self, of_segment: SegmentGradients) -> None:
-        """Have gradients land in the unit's own memory, where they stay, with their norms if these are measured."""
-        of_segment.wait()  # for what was there
+        """Copy gradients, and their norms if these are measured, to the unit's own memory, where they stay."""
+        of_segment.wait()  # for earlier gradients in that memory
         gathered = of_segment.take_gathered()
         memory = of_segment.make_arrived()
         has_norms = self.measures_norms and of_segment.layout.norm_dtype is not None
         self._download(of_segment, gathered, memory, has_norms)
-        of_segment.come_to(memory, gathered, has_norms)
+        of_segment.record_download(memory, gathered, has_norms)
 
     def _pass_to_step(self, of_segment: SegmentGradients) -> None:
-        """Have gradients land for the optimizer, which steps the unit with them and needs none that are kept."""
+        """Copy gradients to a landing buffer for the optimizer, which does not keep them."""
         of_segment.release_memory()  # gradients pass through a few buffers from now on
         of_segment.land_in(self._land(of_segment))
 
     def _add(self, of_segment: SegmentGradients) -> None:
-        """Have gradients land in a buffer, and be added to those that are there."""
-        before = {gradient: gradient.tensor for gradient in of_segment.gathered}
-        earlier = of_segment.ticket
-        totals = of_segment.make_sums()  # which may wait for these
+        """Copy gradients to a landing buffer, and add them to earlier ones."""
+        tensors_before = {gradient: gradient.tensor for gradient in of_segment.gathered}
+        earlier_ticket = of_segment.ticket
+        totals = of_segment.make_sums()  # this may wait for `earlier_ticket`
         buffer = self._land(of_segment)
         norm_dtype = of_segment.layout.norm_dtype if self.measures_norms else None
         sums: list[_Sum] = []
-        for gradient, summed in before.items():
+        for gradient, tensor_before in tensors_before.items():
             landed, total = gradient.tensor, totals[gradient]
             assert landed is not None
             norm = None
             if norm_dtype is not None:
                 norm = torch.empty((), dtype=torch.float32, device="cpu")
-            gradient.come(total, norm)
-            sums.append(_Sum(total, summed, landed, norm))
-        moved = 2 * sum(of_weight.total.nbytes for of_weight in sums)
-        after = [ticket for ticket in (earlier, of_segment.ticket) if ticket is not None]
-        job = Job(partial(_add_up, sums, norm_dtype), after, moved, buffer.release)
+            gradient.set_tensor(total, norm)
+            sums.append(_Sum(total, tensor_before, landed, norm))
+        moved_bytes = 2 * sum(weight_sum.total.nbytes for weight_sum in sums)
+        after = [ticket for ticket in (earlier_ticket, of_segment.ticket) if ticket is not None]
+        job = Job(partial(_add_up, sums, norm_dtype), after, moved_bytes, buffer.release)
         buffer.last_reader = self._backend.trace.work(Kind.ADD, of_segment.unit.name, job)
-        of_segment.wait_for(buffer.last_reader)
+        of_segment.set_ticket(buffer.last_reader)
 
     def _stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
-        """Have gradients stay on the device, added to those that have, until the unit is updated.
+        """Keep gradients on the device until the unit is updated, and add them to earlier ones there.
 
-        Their norms leave, if these are measured. If the device has no memory for a sum, all go to the host after all.
+        If norms are measured, these are copied to the host. If the device runs out of memory for a sum, all gradients
+        go to the host.
         """
-        of_segment.release_memory()  # that nobody needs, and wait for norms that were there
-        of_segment.stay()
+        of_segment.release_memory()  # nobody needs it; this also waits for earlier norms
+        of_segment.mark_on_device()
         gathered = of_segment.take_gathered()
         with without_torch_function(), torch.no_grad():
             for gradient, tensor in list(gathered.items()):
@@ -200,29 +202,29 @@ class Routes:
             self._measure_on_device(of_segment)
 
     def _measure_on_device(self, of_segment: SegmentGradients) -> None:
-        """Have the norms of what stays on the device land."""
+        """Measure gradients that stay on the device, and copy their norms to the host."""
         layout = of_segment.layout
         if layout.norm_dtype is None:
             return
-        held = [gradient for gradient in of_segment.trained if gradient.tensor is not None]
-        tensors = [gradient.tensor for gradient in held if gradient.tensor is not None]
+        present = [gradient for gradient in of_segment.trained if gradient.tensor is not None]
+        tensors = [gradient.tensor for gradient in present if gradient.tensor is not None]
         staging = self.staging.take(layout.nbytes)
-        measured = staging.views(layout)[1][: len(held)]
+        measured = staging.views(layout)[1][: len(present)]
         torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)
-        memory = of_segment.segment.memory.get_beside("norms", layout.nbytes - layout.norms_at, pin=True).bytes
-        self.leave(of_segment, memory[: measured.nbytes], staging, layout.norms_at)
+        memory = of_segment.segment.memory.get_companion("norms", layout.nbytes - layout.norms_at, pin=True).bytes
+        self.download_part(of_segment, memory[: measured.nbytes], staging, layout.norms_at)
         landed = tensor_in(memory, 0, measured, torch.float32)
-        for gradient, norm in zip(held, landed, strict=True):
+        for gradient, norm in zip(present, landed, strict=True):
             gradient.norm = norm
 
     # ---------------------------------------------------------------------------------------------- parts of the ways
 
     def _land(self, of_segment: SegmentGradients) -> LandingBuffer:
-        """Have gradients land in a buffer, and return it to whoever reads them there."""
+        """Copy gradients to a landing buffer, and return the buffer to its reader."""
         gathered = of_segment.take_gathered()
         buffer = self.landing.take(of_segment.layout.nbytes)
         self._download(of_segment, gathered, buffer, has_norms=False)
-        of_segment.come_to(buffer, gathered, has_norms=False)
+        of_segment.record_download(buffer, gathered, has_norms=False)
         return buffer
 
     def _download(
@@ -232,19 +234,19 @@ class Routes:
         memory: GradientMemory,
         has_norms: bool,
     ) -> None:
-        """Copy gradients to the host, and with them their norms where they land in memory of their own."""
+        """Copy gradients to the host, and with `has_norms` their norms behind them."""
         layout = of_segment.layout
         staging = self.staging.take(layout.nbytes)
         tensors, norms = staging.views(layout)
         places = dict(zip(of_segment.trained, tensors, strict=True))
         torch._foreach_copy_([places[gradient] for gradient in gathered], list(gathered.values()))
         nbytes = layout.norms_at
-        if has_norms:  # also of those that have not come
+        if has_norms:  # also of gradients that have not come
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
-        self.leave(of_segment, memory.bytes[:nbytes], staging)
+        self.download_part(of_segment, memory.bytes[:nbytes], staging)
 
-    def leave(
+    def download_part(
         self,
         of_segment: SegmentGradients,
         target: Tensor,
@@ -255,6 +257,6 @@ class Routes:
         source = staging.bytes[begin : begin + target.nbytes]
         ticket = self._backend.trace.download(Kind.GRADIENTS, of_segment.unit.name, target, source)
         staging.ticket = ticket
-        of_segment.wait_for(ticket)
+        of_segment.set_ticket(ticket)
         self._stats.bytes_to_host += target.nbytes
         return ticket

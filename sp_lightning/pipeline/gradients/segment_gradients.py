@@ -36,26 +36,26 @@ class Gradient:
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
         self.of_segment = of_segment
-        # in which it comes, unless a step shows another use of the weight; the same in all processes
+        # Its gradient comes in this dtype, unless a step shows another use of the weight. All processes agree on it.
         self.expected_dtype = weight.compute_dtype
-        # what the engine has: as it came, or a sum in the master's dtype. On the host it may not have landed yet.
+        # The engine's gradient, as it came, or a sum in the master's dtype. On the host it may not have landed yet.
         self.tensor: Tensor | None = None
-        self.norm: Tensor | None = None  # the norm of that, on the host; None if it is not known
-        # what it is still to be multiplied by, one after the other: the inverse of a loss scale, a clipping factor
+        self.norm: Tensor | None = None  # the norm of `tensor`, on the host; None if it is not known
+        # An update multiplies the gradient by each of these: the inverse of a loss scale, a clipping factor.
         self.factors: tuple[Tensor, ...] = ()
-        self.is_used = False  # whether an optimizer's step has used what the engine has
-        self.is_sum = False  # whether it was added up on the device, in memory of its own
+        self.is_used = False  # whether an optimizer's step has used `tensor`
+        self.is_sum = False  # whether `tensor` was added up on the device, in memory of its own
 
     @property
     def is_seen(self) -> bool:
-        """Whether somebody would see how it is added up: it has a `.grad` of the user's, or hooks to call."""
+        """Whether users see how it is added up: the master has a `.grad` of theirs, or hooks."""
         master = self.weight.master
         if master._backward_hooks or master._post_accumulate_grad_hooks:
             return True
         return master.grad is not None
 
-    def come(self, tensor: Tensor, norm: Tensor | None = None, is_sum: bool = False) -> None:
-        """Note where the engine has it, or will have it, and where its norm."""
+    def set_tensor(self, tensor: Tensor, norm: Tensor | None = None, is_sum: bool = False) -> None:
+        """Set the tensor that has the gradient, or will have it when it has landed, and its norm."""
         self.tensor = tensor
         self.norm = norm
         self.is_sum = is_sum
@@ -64,25 +64,25 @@ class Gradient:
             self.weight.leftover = Leftover.NOTHING
 
     def fill_zeros(self) -> None:
-        """Have the zeros that plain training has (`Leftover.ZEROS`), to which nothing has come."""
+        """Make the zeros that plain training has in `.grad` (`Leftover.ZEROS`); no gradient was added to them."""
         # a GPU-side update reads all gradients in one place
         device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
         zeros = torch.zeros_like(self.weight.host, device=device)
-        self.come(zeros, zeros.new_zeros(()))
+        self.set_tensor(zeros, zeros.new_zeros(()))
 
-    def check(self) -> None:
-        """Raise if it is to be read or changed, and was used already."""
+    def check_readable(self) -> None:
+        """Raise if the gradient cannot be read or changed, because a step has used it."""
         if self.of_segment.is_consumed:
             raise used_in_backward(self.weight.name)
         if self.weight.leftover is Leftover.USED:
             raise used_in_step(self.weight.name, "it is to be read, or clipped")
 
     def scale(self, factor: Tensor) -> None:
-        """Have it multiplied as it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
+        """Multiply the gradient when it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
         self.factors = (*self.factors, factor)
 
     def show(self) -> None:
-        """Make what has landed of it the master's `.grad`, which is the user's."""
+        """Make the gradient the master's `.grad`, which is the user's."""
         if self.weight.leftover is Leftover.ZEROS:
             self.fill_zeros()
         shown = self.take()
@@ -90,7 +90,7 @@ class Gradient:
             self.weight.master.grad = shown
 
     def take(self) -> Tensor | None:
-        """Return what has landed of it, which the engine then has no longer; None if there is nothing."""
+        """Return the gradient, which the engine then drops; None if there is none."""
         if self.tensor is None:
             return None
         self.of_segment.wait()
@@ -103,12 +103,12 @@ class Gradient:
 
 
 def drop(gradients: Collection[Gradient]) -> None:
-    """Drop what the engine has of these."""
+    """Drop the engine's tensors of these gradients."""
     for gradient in gradients:
         gradient.tensor = gradient.norm = None
         gradient.factors = ()
     for of_segment in {gradient.of_segment for gradient in gradients}:
-        if not of_segment.held:
+        if not of_segment.stored_gradients:
             of_segment.is_on_device = False
 
 
@@ -118,36 +118,37 @@ class StepInBackward(Protocol):
     keeps_gradients: bool
 
     def wants(self, of_segment: SegmentGradients) -> bool:
-        """Tell whether it uses gradients that are complete."""
+        """Tell whether the step uses these complete gradients in backward."""
 
-    def receive(self, of_segment: SegmentGradients) -> None:
-        """Use them."""
+    def step_with(self, of_segment: SegmentGradients) -> None:
+        """Step the unit with these gradients."""
 
 
 class GradientMemory:
-    """Memory for the gradients of one unit; the tensors in it are made once for each layout."""
+    """Memory for the gradients of one unit. The tensors in it are made once for each layout."""
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory
-        # done when what was put into it last has been copied to the host; None if nothing was
+        # The last copy out of it to the host; None if there was none.
         self.ticket: Ticket | None = None
         self._views: WeakKeyDictionary[GradientLayout, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
 
     def views(self, layout: GradientLayout) -> tuple[list[Tensor], Tensor]:
-        """Return it as gradients, and as their norms."""
-        found = self._views.get(layout)
-        if found is None:
-            found = self._views[layout] = layout.views(self.bytes)
-        return found
+        """Return the memory as gradients, and as their norms."""
+        views = self._views.get(layout)
+        if views is None:
+            views = layout.views(self.bytes)
+            self._views[layout] = views
+        return views
 
 
 class LandingBuffer(GradientMemory):
     """Memory on the host, through which gradients of one unit after the other pass.
 
     Attributes:
-        users: How many have reserved it, or have gradients in it, or on their way into it.
-        turn: When it was reserved last.
-        last_reader: The job that reads it last, as far as it is known.
+        users: The number of users: who has reserved it, or has gradients in it or on their way into it.
+        turn: The number of its last reservation among those of all buffers.
+        last_reader: The last job that reads it, as far as that is known.
     """
 
     def __init__(self, host: HostBuffer, released: threading.Condition) -> None:
@@ -159,41 +160,41 @@ class LandingBuffer(GradientMemory):
         self._released = released
 
     def release(self) -> None:
-        """Free it for the next user, as its gradients have been read."""
+        """Free the buffer for its next user: its gradients have been read."""
         with self._released:
             self.users = max(0, self.users - 1)
             self._released.notify_all()
 
 
 class SegmentGradients:
-    """The gradients of what of a unit is sent together: of its trained weights, or of others that may be trained yet.
+    """The gradients of one segment of a unit: of its trained weights, or of frozen ones that may be trained later.
 
     Attributes:
-        segment: These weights, and the memory that their masters lie in; gradients lie beside it.
-        is_consumed: Whether an optimizer has stepped the unit with them in backward; its `step()` is yet to be called.
-        layout: How those that come lie in memory.
-        sum_layout: How sums lie in memory, in the masters' dtypes.
-        arrived: The memory in which they stay as they came; None if there is none.
+        segment: The weights, and the memory of their masters. Gradients on the host lie beside it.
+        is_consumed: Whether an optimizer has stepped the unit in backward. Its `step()` was not called yet.
+        layout: The layout of gradients in memory, in the dtypes in which they come.
+        sum_layout: The layout of sums in memory, in the masters' dtypes.
+        arrived: The memory for gradients as they came; None if there is none.
         sums: The memory for sums; None if there is none. See [Note: where gradients are on the host].
-        landing: The buffer that they lie in until the optimizer has read them; None if it is not one of few.
+        landing: The landing buffer with the gradients, until the optimizer has read them; None if there is none.
     """
 
     def __init__(self, unit: Unit, segment: Segment) -> None:
         self.unit = unit
         self.segment = segment
         self.gradients = [Gradient(weight, self) for weight in segment.weights]
-        # those of weights that require one, in this backward pass
+        # The gradients of weights that require one, in this backward pass.
         self.trained: list[Gradient] = []
-        self._laid_out: list[Gradient] = []  # those that the layouts are of
+        self._laid_out: list[Gradient] = []  # `trained` when the layouts were made
         self.layout = self.sum_layout = GradientLayout((), ())
         self.is_consumed = False
-        # what backward has brought, as long as it has not left the device
+        # The gradients that backward has brought, and that have not been sent yet.
         self.gathered: dict[Gradient, Tensor] = {}
-        self.missing = 0  # how many of the trained ones it has yet to bring
-        # whether nothing more may come of the weight that has brought one last
+        self.missing = 0  # the number of trained weights whose gradients have not come in this backward pass
+        # Whether the gradient that came last is its weight's last one in this backward pass.
         self.is_last = False
-        self.is_on_device = False  # whether what the engine has stays there until the unit is updated
-        self.ticket: Ticket | None = None  # comes after everything that is known to be on its way
+        self.is_on_device = False  # whether the gradients stay on the device until the unit is updated
+        self.ticket: Ticket | None = None  # done when no copy and no addition of gradients is under way
         self.arrived: GradientMemory | None = None
         self.sums: GradientMemory | None = None
         self.landing: LandingBuffer | None = None
@@ -202,30 +203,30 @@ class SegmentGradients:
     # ------------------------------------------------------------------------------------------- what the engine has
 
     def consume(self) -> None:
-        """Note that the unit is stepped with them, before `step()` is called."""
-        assert self.held, self.unit.name
+        """Note that the unit is stepped with these gradients, before `step()` is called."""
+        assert self.stored_gradients, self.unit.name
         self.is_consumed = self.unit.is_used_up = True
 
     def acknowledge_step(self) -> None:
-        """Note that `step()` was called, or never will be, for the step that has consumed them."""
+        """Note that `step()` was called for the step in backward, or never will be."""
         assert self.is_consumed, self.unit.name
         self.is_consumed = self.unit.is_used_up = False
 
-    def stay(self) -> None:
-        """Note that what the engine has of them stays on the device."""
+    def mark_on_device(self) -> None:
+        """Note that the gradients stay on the device."""
         self.is_on_device = True
 
-    def leave_device(self) -> None:
-        """Note that what the engine has of them is on the host now."""
+    def mark_on_host(self) -> None:
+        """Note that the gradients are on the host now."""
         self.is_on_device = False
 
     @property
-    def held(self) -> list[Gradient]:
-        """Those that the engine has, beside what is gathered."""
+    def stored_gradients(self) -> list[Gradient]:
+        """The gradients that the engine has, apart from those that are gathered."""
         return [gradient for gradient in self.gradients if gradient.tensor is not None]
 
     def show(self) -> None:
-        """Make what the engine has of them the masters' `.grad`."""
+        """Make the gradients the masters' `.grad`."""
         for gradient in self.gradients:
             gradient.show()
 
@@ -233,51 +234,54 @@ class SegmentGradients:
 
     def expect(self) -> None:
         """Find out which gradients to expect of the backward pass that has reached the unit."""
-        self.trained = [each for each in self.gradients if each.weight.master.requires_grad]
+        self.trained = [gradient for gradient in self.gradients if gradient.weight.master.requires_grad]
         self.missing = len(self.trained)
 
     def gather(self, gradient: Gradient, tensor: Tensor, is_last: bool) -> None:
-        """Put a gradient with the others, on the device."""
+        """Put a gradient with the others of its segment, on the device."""
         assert not self.is_consumed, self.unit.name
         if not self.gathered:
             self.expect()
-        self.missing -= gradient not in self.gathered
+        if gradient not in self.gathered:
+            self.missing -= 1
         self.gathered[gradient] = tensor
         self.is_last = is_last
 
     def take_gathered(self) -> dict[Gradient, Tensor]:
-        """Return what was gathered, to be sent."""
+        """Return the gradients that were gathered, to be sent."""
         gathered = self.gathered
         self.gathered = {}
         return gathered
 
     def gather_again(self, gathered: dict[Gradient, Tensor]) -> None:
-        """Have what was taken sent another way."""
+        """Put gradients back that were taken, to send them by another route."""
         self.gathered = gathered
 
     def lay_out(self) -> None:
-        """Have layouts for what was gathered, in the dtypes in which it came."""
-        came = self.gathered
-        dtypes = [came[each].dtype if each in came else each.weight.compute_dtype for each in self.trained]
+        """Make layouts for the gradients that were gathered, in the dtypes in which they came."""
+        dtypes: list[torch.dtype] = []
+        for gradient in self.trained:
+            tensor = self.gathered.get(gradient)
+            dtypes.append(gradient.weight.compute_dtype if tensor is None else tensor.dtype)
         if self.trained == self._laid_out and dtypes == self.layout.dtypes:
             return
         self.release_memory()
         self._laid_out = self.trained
         weights = [gradient.weight for gradient in self.trained]
         self.layout = self.sum_layout = GradientLayout(weights, dtypes)
-        of_sums = [weight.dtype for weight in weights]
-        if of_sums != dtypes:
-            self.sum_layout = GradientLayout(weights, of_sums)
+        sum_dtypes = [weight.dtype for weight in weights]
+        if sum_dtypes != dtypes:
+            self.sum_layout = GradientLayout(weights, sum_dtypes)
 
     # ----------------------------------------------------------------------------------------------- where they stay
 
     @property
     def memory(self) -> GradientMemory | None:
-        """The memory in which they stay, whatever is in it; None if there is none."""
+        """The host memory for gradients, with or without gradients in it; None if there is none."""
         return self.sums or self.arrived
 
     def make_arrived(self) -> GradientMemory:
-        """Return the memory in which they stay as they came."""
+        """Return the memory for gradients as they came."""
         if self.arrived is None:
             self.arrived = self._make_memory(self.layout, pin=True)
         return self.arrived
@@ -288,30 +292,30 @@ class SegmentGradients:
             memory = self.make_arrived()
         else:
             if self.sums is None:
-                self.release_memory()  # what lies in it keeps it
-                # the device writes no sums, but reads them if the unit visits
-                self.sums = self._make_memory(self.sum_layout, pin=self.unit.visits)
+                self.release_memory()  # gradients in it keep it
+                # The device writes no sums. It reads them if the unit is updated there.
+                self.sums = self._make_memory(self.sum_layout, pin=self.unit.updates_on_device)
             memory = self.sums
         return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
     def _make_memory(self, layout: GradientLayout, pin: bool) -> GradientMemory:
-        buffer = self.segment.memory.get_beside("gradients", layout.nbytes, pin=False)
+        buffer = self.segment.memory.get_companion("gradients", layout.nbytes, pin=False)
         if pin:
             buffer.pin()
         return GradientMemory(buffer.bytes)
 
     def release_memory(self) -> None:
-        """Let go of the memory; what lies in it keeps it."""
+        """Release the memory; gradients in it keep it."""
         self.wait()
-        self.segment.memory.release_beside("gradients")
-        self.close()
+        self.segment.memory.release_companion("gradients")
+        self.forget_memory()
 
-    def close(self) -> None:
+    def forget_memory(self) -> None:
         """Forget the memory, which lies beside the masters."""
         self.arrived = self.sums = None
 
     def has_at_hand(self, tensor: Tensor) -> bool:
-        """Tell whether a gradient lies where a visit would read it: on the device, or in memory of its own."""
+        """Tell whether an update on the device can read a gradient: on the device, or in the segment's own memory."""
         memory = self.memory
         if self.is_on_device or memory is None:
             return self.is_on_device
@@ -319,30 +323,31 @@ class SegmentGradients:
         return start <= tensor.data_ptr() < start + memory.bytes.nbytes
 
     def land_in(self, buffer: LandingBuffer) -> None:
-        """Note the buffer of few that they lie in until somebody has read them."""
+        """Note the landing buffer with the gradients, until somebody has read them."""
         self.landing = buffer
 
     def pass_landing(self) -> LandingBuffer | None:
-        """Return the buffer of few that they lie in, to whoever releases it; None if there is none."""
+        """Return the landing buffer to who releases it; None if there is none."""
         landing = self.landing
         self.landing = None
         return landing
 
     # --------------------------------------------------------------------------------------------- what is on its way
 
-    def come_to(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
-        """Note in which memory those lie that were gathered, as they came, and maybe their norms."""
+    def record_download(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
+        """Note that gradients are copied to this memory, as they came, and with `has_norms` their norms."""
         tensors, norms = memory.views(self.layout)
         for index, gradient in enumerate(self.trained):
             if gradient in gathered:
-                gradient.come(tensors[index], norms[index] if has_norms else None)
+                norm = norms[index] if has_norms else None
+                gradient.set_tensor(tensors[index], norm)
 
-    def wait_for(self, ticket: Ticket) -> None:
-        """Have whoever waits for them wait for this ticket, which comes after all that is on its way."""
+    def set_ticket(self, ticket: Ticket) -> None:
+        """Set the ticket that others wait for; it comes after every copy and addition under way."""
         self.ticket = ticket
 
     def wait(self) -> None:
-        """Block until nothing is on its way to the gradients, not even to those that were dropped before.
+        """Block until no copy and no addition is under way, not even for gradients that were dropped.
 
         Raises:
             Exception: Whatever a copy or an addition raised.
@@ -357,12 +362,12 @@ class SegmentGradients:
                 self.ticket = None
 
     def abandon(self) -> None:
-        """After an exception in backward: forget what has not left the device, and what a step in it was to read."""
+        """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""
         self.gathered = {}
         is_lost = self.pass_landing() is not None
         try:
             self.wait()
-        except Exception:  # it was raised already, or is due to the exception
+        except Exception:  # this error was raised already, or is due to the exception in backward
             is_lost = True
         if is_lost:
             drop(self.gradients)

@@ -36,37 +36,40 @@ class GradientStream:
     """Brings gradients to the host, and has them there until somebody asks for them or a step has used them.
 
     Attributes:
-        of: The gradient of each weight.
-        early: The step that uses gradients in this backward pass; None if there is none.
-        pending: What the backward that is running has brought, in autograd's order: nobody can read it yet. The value
-            tells whether somebody sees how it is added up.
+        gradient_of: The gradient of each weight.
+        early_step: The step that uses gradients in this backward pass; None if there is none.
+        pending: The gradients of the backward pass that is running, in autograd's order. Nobody can read them yet. The
+            value tells whether users see how a gradient is added up.
     """
 
     def __init__(self, window: Window, routes: Routes, waiting: WaitingRoom, device: DeviceRoom) -> None:
-        self.early: StepInBackward | None = None
+        self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
-        self.averages: Averages | None = None  # over processes; None if there is only one
+        self.averages: Averages | None = None  # averages gradients over processes; None if there is only one
         self._window = window
         self._waiting = waiting
         self._device = device
-        self.bring(())
+        self.follow_segments(())
 
-    def bring(self, by_segment: Sequence[SegmentGradients]) -> None:
-        """Bring the gradients of these segments from now on; it has none of others."""
+    def follow_segments(self, by_segment: Sequence[SegmentGradients]) -> None:
+        """Bring the gradients of these segments from now on, and of no others."""
         self._by_segment = by_segment
-        self.of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
+        self.gradient_of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
 
     def is_used_up(self, weight: Weight) -> bool:
         """Tell whether an optimizer has stepped a weight in backward, and its `step()` is yet to be called."""
-        gradient = self.of.get(weight)
+        gradient = self.gradient_of.get(weight)
         return gradient is not None and gradient.of_segment.is_consumed
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
     def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
-        """Put a gradient with the others of its unit, and send them if all are there; `is_last`: no more will come."""
-        gradient = self.of[weight]
+        """Put a gradient with the others of its unit, and send them if all are there.
+
+        Where `is_last`, the weight gets no more gradients in this backward pass.
+        """
+        gradient = self.gradient_of[weight]
         of_segment = gradient.of_segment
         is_sendable = tensor.layout is torch.strided and not tensor.requires_grad
         if not is_sendable or of_segment.is_consumed:
@@ -87,34 +90,34 @@ class GradientStream:
         readers = of_segment.unit.readers
         is_trained = len(of_segment.trained) == len(of_segment.unit.weights)
         is_needed = readers.handles > 0 or readers.has_raw_readers or not is_trained
-        return is_needed and self.early is not None
+        return is_needed and self.early_step is not None
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
-        """Have what has come before leave, unless it leaves together with this; return what is to leave.
+        """Send a weight's earlier gradient, unless both are sent together; return the gradient to send next.
 
-        It was of another leaf, or of a reentrant checkpoint, which accumulates again.
+        The earlier one came from another leaf, or from a reentrant checkpoint, which accumulates again.
         """
         of_segment = gradient.of_segment
         is_averaged = self.averages is not None and self.averages.awaits(gradient)
-        if gradient in of_segment.gathered and is_averaged:  # it leaves once
+        if gradient in of_segment.gathered and is_averaged:  # both are sent together
             return of_segment.gathered[gradient].to(gradient.weight.dtype) + tensor
         if gradient in of_segment.gathered:
             self._send(of_segment, more_comes=True)
         return tensor
 
     def _note(self, gradient: Gradient) -> None:
-        """Note that a gradient has come, and whether somebody sees how it is added up."""
+        """Note that a gradient has come, and whether users see how it is added up."""
         if gradient not in self.pending:
             is_seen = gradient.is_seen
             if is_seen or gradient.factors:
-                gradient.show()  # what is there already is not meant for the sum
+                gradient.show()  # the earlier gradient is not part of the engine's sum
                 is_seen = gradient.is_seen
             self.pending[gradient] = is_seen
         elif self.pending[gradient]:
             self._accumulate([gradient])  # one after the other, as autograd does
 
     def send_others(self, reached: Unit | None = None) -> None:
-        """Send what units have gathered: all when backward ends, or others than the one reached, and resident ones."""
+        """Send what units have gathered: of all units, or of streamed units other than the one that was `reached`."""
         for of_segment in self._by_segment:
             unit = of_segment.unit
             may_wait = reached is not None and (unit is reached or unit.resident)
@@ -122,38 +125,40 @@ class GradientStream:
                 self._send(of_segment)
 
     def _send(self, of_segment: SegmentGradients, more_comes: bool = False) -> None:
-        """Send what a unit has gathered; it may be known that `more_comes`."""
+        """Send the gradients that a unit has gathered; `more_comes` if others are known to follow."""
         is_final = of_segment.is_last and not more_comes
         is_seen = False
         for gradient in of_segment.gathered:
             is_seen |= self.pending[gradient]
-            # leaves of the same weight have gradients of their own, and somebody may see how it is added up
+            # Other leaves of the weight have gradients of their own, and users may see how it is added up.
             if gradient.weight.other_twins or is_seen:
                 is_final = False
-        if self.averages is not None and self.averages.send(of_segment, is_final, self.early):
+        if self.averages is not None and self.averages.send(of_segment, is_final, self.early_step):
             return
-        # a GPU-side update may still read the sums that were there, and begins where somebody waits for it; a step of
-        # the host is over, as computing has waited for the weights that it has left
-        if of_segment.is_on_device or (of_segment.memory is not None and of_segment.unit.visits):
+        # An update on the device may still read the earlier sums, and begins when somebody waits for it. A step on the
+        # host is over: computing has waited for the weights that it wrote.
+        if of_segment.is_on_device or (of_segment.memory is not None and of_segment.unit.updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         self._ship(of_segment, is_final and not of_segment.missing, is_seen)
 
     def _ship(self, of_segment: SegmentGradients, is_final: bool, is_seen: bool) -> None:
-        """Send what was gathered by its route, and have an early step use it if there is one."""
+        """Send gradients by their route, and give them to the step in backward if there is one."""
         early = self._early_step(of_segment, is_final)
         steps_next = early is not None or self.routes.measures_norms
         route = self._route(of_segment, early, is_final and steps_next, is_seen)
         self.routes.send(of_segment, route, more_comes=not steps_next)
         if early is not None:
-            early.receive(of_segment)
+            early.step_with(of_segment)
 
     def _early_step(self, of_segment: SegmentGradients, is_final: bool) -> StepInBackward | None:
-        """Return the step in backward that uses what was gathered; None if there is none."""
-        # another process may see what this one does not: they are averaged when backward has ended
-        if self.early is None or not is_final or self.averages is not None:
+        """Return the step in backward that uses these gradients; None if there is none."""
+        # Users of another process may see a gradient that is not seen here. So averages are used after backward.
+        if self.early_step is None or not is_final or self.averages is not None:
             return None
-        return self.early if self.early.wants(of_segment) else None
+        if self.early_step.wants(of_segment):
+            return self.early_step
+        return None
 
     def _route(
         self,
@@ -162,7 +167,7 @@ class GradientStream:
         is_updated_next: bool,
         is_seen: bool,
     ) -> Route:
-        """Choose the route of what was gathered: the first that applies.
+        """Choose the route of gradients: the first that applies.
 
         the unit's gradients are on the device already          STAY
         others of the unit are on the host                      ADD
@@ -175,14 +180,15 @@ class GradientStream:
         has_sums = of_segment.sums is not None
         if of_segment.is_on_device:
             return Route.STAY
-        if of_segment.held:
+        if of_segment.stored_gradients:
             return Route.ADD
-        if of_segment.unit.visits and is_updated_next and not has_sums:
+        if of_segment.unit.updates_on_device and is_updated_next and not has_sums:
             return Route.STAY
         if early is not None and not early.keeps_gradients:
             return Route.PASS_TO_STEP
         may_wait = self.averages is None and not is_seen
-        if may_wait and self._waits(of_segment, more_comes=early is None and not self.routes.measures_norms):
+        more_comes = early is None and not self.routes.measures_norms
+        if may_wait and self._waits(of_segment, more_comes):
             return Route.STAY
         return Route.ADD if has_sums else Route.KEEP
 
@@ -194,17 +200,17 @@ class GradientStream:
     def bytes_on_device(self) -> int:
         """Return the bytes of gradients that stay on the device."""
         staying = [of_segment for of_segment in self._by_segment if of_segment.is_on_device]
-        tensors = [gradient.tensor for of_segment in staying for gradient in of_segment.held]
+        tensors = [gradient.tensor for of_segment in staying for gradient in of_segment.stored_gradients]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
     @torch.no_grad()
     def end_backward(self) -> bool:
-        """Send what is left, and call users' hooks; tell whether any gradient has come."""
+        """Send the remaining gradients, and call users' hooks; tell whether any gradient has come."""
         self.send_others()
         if self.pending and self.averages is not None:
-            self.averages.send_rest(self.early)
+            self.averages.send_rest(self.early_step)
         some_came = bool(self.pending)
         seen = [gradient for gradient, is_seen in self.pending.items() if is_seen]
         self.pending.clear()
@@ -212,11 +218,11 @@ class GradientStream:
         return some_came
 
     def _accumulate(self, gradients: Iterable[Gradient]) -> None:
-        """Add to `.grad` what somebody sees, and call users' hooks, in the order in which autograd would."""
+        """Add gradients that users see to `.grad`, and call users' hooks, in the order in which autograd would."""
         for gradient in gradients:
             master = gradient.weight.master
             added = gradient.take()
-            if added is None:  # somebody has dropped it
+            if added is None:  # it was dropped meanwhile
                 continue
             added = run_hooks(tensor_hooks(master), added)
             if master.grad is None:
@@ -227,12 +233,12 @@ class GradientStream:
                 hook(master)
 
     def abandon(self) -> None:
-        """Forget what was on its way in a backward pass that an exception has ended, if it was one."""
+        """Forget the gradients of a backward pass that an exception has ended."""
         for of_segment in self._by_segment:
             of_segment.abandon()
         drop([gradient for gradient, is_seen in self.pending.items() if is_seen])
         self.pending.clear()
-        self.routes.landing.abandon()
+        self.routes.landing.release_all()
 
     # ------------------------------------------------------------------- between one backward pass and the next
 
@@ -240,7 +246,7 @@ class GradientStream:
         """Wait until every gradient has landed and been added."""
         waits = False
         for of_segment in self._by_segment:
-            if of_segment.ticket is not None and of_segment.held:
+            if of_segment.ticket is not None and of_segment.stored_gradients:
                 waits = True
                 of_segment.wait()
         if waits:
@@ -252,20 +258,20 @@ class GradientStream:
             of_segment.show()
 
     def consume(self, gradients: Collection[Gradient]) -> None:
-        """Let go of gradients that a step has used; what is the user's stays until the user zeroes it."""
+        """Drop the engine's gradients that a step has used; a user's `.grad` stays until the user zeroes it."""
         for gradient in gradients:
             if gradient.tensor is not None:
                 gradient.weight.leftover = Leftover.USED
         drop(gradients)
 
-    def close(self) -> None:
-        """Show all gradients; units' own memory stays beside their masters'."""
+    def hand_over_gradients(self) -> None:
+        """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory beside masters."""
         self.abandon()
         self.show_all()
         for of_segment in self._by_segment:
-            of_segment.close()
-        self.routes.staging.close()
-        self.routes.landing.close()
+            of_segment.forget_memory()
+        self.routes.staging.drop_buffers()
+        self.routes.landing.free_memory()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:

@@ -26,16 +26,16 @@ class DeviceRoom(Protocol):
     """Knows how much of the device a step leaves to gradients (room.py)."""
 
     def left_for_gradients(self) -> float:
-        """Return the bytes that neither are taken, nor will be if the step takes no more than it has so far."""
+        """Return the bytes that are free, and stay free if the step takes no more than it has so far."""
 
 
 class WaitingRoom:
     """Decides whose gradients wait on the device.
 
     Attributes:
-        host_bytes: What gradients may take of host memory before there is a plan; infinite where nothing has to wait.
+        host_bytes: The host memory that gradients may take before there is a plan; infinite where nothing has to wait.
         planned: The names of units whose gradients wait; None if there is no plan yet.
-        waited: The names of those whose gradients have waited since the last plan.
+        waited: The names of units whose gradients have waited since the last plan.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -53,14 +53,14 @@ class WaitingRoom:
         """Limit the host memory that gradients take before there is a plan."""
         self.host_bytes = min(self.host_bytes, host_bytes)
 
-    def follow(self, planned: Collection[str] | None) -> None:
+    def follow_plan(self, planned: Collection[str] | None) -> None:
         """Have the gradients of these units wait; None leaves it to backward."""
         if planned != self.planned:
             self.planned = planned
             self.waited.clear()
 
     def admits(self, of_segment: SegmentGradients, passing: int, more_comes: bool, device: DeviceRoom) -> bool:
-        """Tell whether gradients wait that come first, and that others are added to if `more_comes`.
+        """Tell whether a unit's first gradients wait on the device; with `more_comes` others will be added to them.
 
         Gradients that go to the host pass through buffers, which take `passing` bytes of its memory.
 
@@ -74,47 +74,51 @@ class WaitingRoom:
             waits = False
         else:
             nbytes = of_segment.sum_layout.nbytes if more_comes else of_segment.layout.nbytes
-            left = self.host_bytes - self._memory.nbytes_for("gradients") - passing
-            waits = nbytes > left
-            if waits and nbytes > (left_there := device.left_for_gradients()):
-                raise _no_room(name, nbytes, left, left_there)
+            left_on_host = self.host_bytes - self._memory.nbytes_for("gradients") - passing
+            waits = nbytes > left_on_host
+            if waits:
+                left_on_device = device.left_for_gradients()
+                if nbytes > left_on_device:
+                    raise _no_room(name, nbytes, left_on_host, left_on_device)
         if waits:
             self.waited.add(name)
         return waits
 
 
 def _no_room(name: str, nbytes: int, on_host: float, on_device: float) -> RuntimeError:
-    left = [readable_bytes(max(0, int(each))) for each in (on_host, on_device)]
+    left_on_host = readable_bytes(max(0, int(on_host)))
+    left_on_device = readable_bytes(max(0, int(on_device)))
     return RuntimeError(
         f"Neither CPU nor GPU memory has room for the gradients of {name!r}: {readable_bytes(nbytes)} are needed, "
-        f"{left[0]} of CPU memory and {left[1]} of GPU memory are left. Train without clipping or accumulation, with "
-        "smaller batches, adapters (LoRA) or `sp_lightning.optim.AdamW(moments='int8')`, or on a machine with more "
+        f"{left_on_host} of CPU memory and {left_on_device} of GPU memory are left. Train without clipping or "
+        "accumulation, with smaller batches, adapters (LoRA) or `sp_lightning.optim.AdamW(moments='int8')`, or on a "
+        "machine with more "
         "memory; `sp-lightning plan` says what fits."
     )
 
 
 def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
-    """Add a gradient to what waits on the device, in the master's dtype, as autograd would; or begin with it.
+    """Add a gradient to the one that waits on the device, in the master's dtype, as autograd would; or begin with it.
 
-    If `more_comes`, it becomes a sum at once: autograd may have given one tensor to several weights, so none of its own
-    is changed in place.
+    With `more_comes` the first gradient is copied, as sums are written in place: autograd may have given one tensor to
+    several weights.
     """
     before, like = gradient.tensor, gradient.weight.layout
     if before is not None:
         total = before.to(gradient.weight.dtype, copy=not gradient.is_sum)
-        gradient.come(total.add_(tensor), is_sum=True)
+        gradient.set_tensor(total.add_(tensor), is_sum=True)
     elif more_comes or tensor.stride() != like.stride():  # an update reads it in the order of memory
         dtype = gradient.weight.dtype if more_comes else tensor.dtype
-        own = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
-        gradient.come(own, is_sum=more_comes)
+        copied = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
+        gradient.set_tensor(copied, is_sum=more_comes)
     else:
-        gradient.come(tensor)
+        gradient.set_tensor(tensor)
 
 
 def move_to_host(gradients: Iterable[Gradient]) -> None:
-    """Move what waits to the host, step by step, as the device has run out of memory."""
+    """Move gradients that wait to the host, one by one: the device has run out of memory."""
     for gradient in gradients:
         if gradient.tensor is not None:
             norm = gradient.norm
-            gradient.come(gradient.tensor.cpu(), norm)
-        gradient.of_segment.leave_device()
+            gradient.set_tensor(gradient.tensor.cpu(), norm)
+        gradient.of_segment.mark_on_host()

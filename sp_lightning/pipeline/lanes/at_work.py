@@ -1,4 +1,4 @@
-"""Who is at work: the engine, one thread at a time, or an optimizer's step; and that neither is in a fork.
+"""Scopes of the engine's own work, of one thread at a time, and of optimizers' steps; neither works in a fork.
 
 The guard of weights lets both pass.
 
@@ -28,7 +28,7 @@ FORKED = (
 
 
 class OfOneProcess:
-    """What does nothing in a fork of the process that it was made in."""
+    """An object that does nothing in a fork of the process that made it."""
 
     is_forked = False  # whether this is such a fork
 
@@ -62,10 +62,10 @@ class EngineAtWork(OfOneProcess):
         super().__init__()
         self._lock = threading.RLock()
         self._depth = 0
-        self._unseen = without_torch_function()
-        # the threads that compute with the model, and whose backward or optimizer step is under way
-        self.computes: int | None = None
-        self.goes_on: int | None = None
+        self._without_guard = without_torch_function()
+        # The thread that computes with the model, and the one whose backward or optimizer step is under way.
+        self.computing_thread: int | None = None
+        self.continuing_thread: int | None = None
 
     def __enter__(self) -> None:
         if self.is_forked:
@@ -73,12 +73,12 @@ class EngineAtWork(OfOneProcess):
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
-            self._unseen.__enter__()
+            self._without_guard.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._unseen.__exit__(*exc_info)
+            self._without_guard.__exit__(*exc_info)
         self._lock.release()
 
     def __bool__(self) -> bool:
@@ -86,7 +86,8 @@ class EngineAtWork(OfOneProcess):
 
     def refuse_others(self) -> None:
         """Raise if another thread computes with the model."""
-        if {self.computes, self.goes_on} - {None, threading.get_ident()}:
+        threads_at_work = {self.computing_thread, self.continuing_thread}
+        if threads_at_work - {None, threading.get_ident()}:
             raise RuntimeError(
                 "A thread computes with a model, or steps its optimizer, while another thread "
                 "computes with it, but only the weights that one of them needs next are on the GPU. "
@@ -96,7 +97,7 @@ class EngineAtWork(OfOneProcess):
 
 
 class _OptimizerSteps(threading.local):
-    """The optimizer steps that this thread is in, one inside of the other; they operate on the masters themselves."""
+    """The nested optimizer steps that this thread is in; these operate on the masters themselves."""
 
     depth = 0
 
@@ -106,9 +107,9 @@ optimizer_steps = _OptimizerSteps()
 
 @contextmanager
 def optimizer_waits() -> Iterator[None]:
-    """Have masters guarded in the block: in a closure that an optimizer calls, the model computes again.
+    """Guard masters in the block: the model computes again in a closure that an optimizer calls.
 
-    Afterwards the depth is what it was, also if a step in the block has ended with an exception.
+    Afterwards the depth is restored, also if a step in the block has ended with an exception.
     """
     depth = optimizer_steps.depth
     optimizer_steps.depth = 0

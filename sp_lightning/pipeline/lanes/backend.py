@@ -19,9 +19,9 @@ it, before any other job, and `wait` blocks the host until it has: computing can
 holds up no other copy meanwhile. So copies to the device need not keep their order: before another copy into the same
 memory is asked for, computing has to wait for the earlier one.
 
-Optimizer state that visits the device goes up, is stepped and comes down in lanes of its own (`beside`), each after
-what it needs: it waits for memory in between, and would hold up other copies. So do gradients that have waited on the
-device for their unit's update.
+An update on the device has lanes of its own (`submit_to_lane`): state goes up, is stepped and comes down. It waits for
+memory in between, and would hold up other copies. Gradients that have waited on the device for their unit's update
+have a lane of their own, too.
 
 The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
 as a wrong number on a laptop, not only on a GPU.
@@ -46,10 +46,10 @@ from sp_lightning.pipeline.torch_private import profiler_is_on
 
 _LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
-# the rank of a copy that comes after work; steps have their place in the forward
+# The rank of a copy that comes after a job; the rank of a step is its unit's place in the forward.
 BEFORE_OTHER_WORK = -1
-BESIDE = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
-"""What is done beside computing in lanes of its own, as it waits for memory: all for updates of units."""
+UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
+"""The kinds of work for updates of units, each with a lane of its own beside computing, as it waits for memory."""
 
 
 _OUT_OF_MEMORY = (
@@ -75,19 +75,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 class DeviceMemory(NamedTuple):
     """The memory of a device, in bytes."""
 
-    total: int  # as much as this process may have
-    free: int  # what can be allocated now
-    allocated: int  # what is allocated now
-    peak: int  # the most that was allocated since the peak was counted anew
-    peak_so_far: int  # the most that was allocated at all
+    total: int  # bytes that this process may have
+    free: int  # bytes that can be allocated now
+    allocated: int  # bytes that are allocated now
+    peak: int  # the peak of allocated bytes since it was last reset
+    peak_so_far: int  # the peak of allocated bytes at any time
     retries: int  # how often the allocator ran out of memory, freed its cache and tried again
 
 
 class Backend(ABC):
-    """A device, as the engine sees it: computing, copies in both directions and work on the host, side by side."""
+    """A device as the engine sees it: computing, copies in both directions and work on the host, in parallel."""
 
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
-        self.timed = False  # whether new tickets have to know when they began and ended
+        self.timed = False  # whether new tickets record when they begin and end
         self.pins = False  # whether host memory that is sent is pinned (page-locked)
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
@@ -116,24 +116,24 @@ class Backend(ABC):
         return self._host.submit(job)
 
     @abstractmethod
-    def beside(self, kind: Kind, job: Job) -> Ticket:
-        """Have the device run what a job asks of it beside computing, in the lane for its kind (`BESIDE`).
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
+        """Run a job on the device beside computing, in the lane for its kind (one of `UPDATE_KINDS`).
 
-        It comes after what the lane has to do already, and after the job's tickets, which are the device's.
+        It comes after earlier jobs of the lane, and after the job's tickets, which are the device's.
         """
 
     def computed(self) -> Ticket:
-        """Return a ticket for everything computed so far, which other lanes may come after."""
+        """Return a ticket for everything computed so far, so that other lanes can come after it."""
         ticket = Job()
         ticket.finish()
         return ticket
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy bytes between host and device, in the lane that runs this."""
+        """Copy bytes between host and device, in the lane that calls this."""
 
-    def ask(self, job: Job) -> None:
-        """Have a job ask the device for something when it is ready: now, or on the thread for work on host memory."""
+    def issue_when_ready(self, job: Job) -> None:
+        """Run a job that issues work to the device, when it is ready: now, or on the thread for work on host memory."""
         if job.is_ready:
             job.run()
         else:
@@ -144,7 +144,7 @@ class Backend(ABC):
         """Make everything computed from now on wait for the copy; see [Note: ordering of copies]."""
 
     def mark(self) -> Any:
-        """Mark the moment at which the device will have computed all that was given to it so far."""
+        """Mark the moment at which the device will have computed everything given to it so far."""
         return perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
@@ -160,7 +160,7 @@ class Backend(ABC):
         """Block until no copy is in flight and no work is left."""
 
     def invalidate(self, memory: Tensor) -> None:
-        """Fill memory that nobody may read with poison; only where `poison` is on."""
+        """Fill memory that nobody may read with poison; it is called only where `poison` is on."""
         memory.fill_(_POISON)
 
     def pin(self, memory: Tensor) -> bool:
@@ -185,7 +185,7 @@ class Backend(ABC):
         self._host.close()
 
 
-class _Entry(NamedTuple):
+class _TraceEntry(NamedTuple):
     kind: Kind
     name: str
     nbytes: int
@@ -195,15 +195,15 @@ class _Entry(NamedTuple):
 
 
 class _Log:
-    """What a recording notes."""
+    """The entries of one recording."""
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-        self.steps: list[Any] = []  # marks of when they began
+        self.entries: list[_TraceEntry] = []
+        self.steps: list[Any] = []  # the mark at the begin of each step
 
 
 class Trace:
-    """A log of what a backend is asked to do, and for which unit.
+    """A log of the work that a backend is given, and of the unit that it is for.
 
     It is kept while somebody records. As long as torch's profiler is on, too, everything is a range there, such as
     "superpipeline: load of blocks.4". Otherwise a call costs next to nothing.
@@ -212,9 +212,9 @@ class Trace:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_on = False  # whether somebody records or profiles
-        self._logs: list[_Log] = []  # of recordings, which may overlap
-        self._computing: _Entry  # what the range below is for
-        self._range: record_function | None = None  # of the unit that is computing now
+        self._logs: list[_Log] = []  # the logs of recordings, which may overlap
+        self._computing: _TraceEntry  # the entry of the unit that is computing now
+        self._range: record_function | None = None  # its range in torch's profile; None if no unit computes
 
     def upload(
         self,
@@ -225,22 +225,22 @@ class Trace:
         after: Ticket | None = None,
     ) -> Ticket:
         """Ask for a copy to the device."""
-        return self._ask(kind, name, source.nbytes, self._backend.upload, target, source, after)
+        return self._request(kind, name, source.nbytes, self._backend.upload, target, source, after)
 
     def download(self, kind: Kind, name: str, target: Tensor, source: Tensor) -> Ticket:
         """Ask for a copy to the host."""
-        return self._ask(kind, name, source.nbytes, self._backend.download, target, source)
+        return self._request(kind, name, source.nbytes, self._backend.download, target, source)
 
-    def beside(self, kind: Kind, name: str, job: Job) -> Ticket:
+    def submit_to_lane(self, kind: Kind, name: str, job: Job) -> Ticket:
         """Ask for work beside computing, for the update of a unit."""
-        return self._ask(kind, name, job.nbytes, self._backend.beside, kind, job)
+        return self._request(kind, name, job.nbytes, self._backend.submit_to_lane, kind, job)
 
-    def _ask(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
+    def _request(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
         if not self._is_on:
             return ask(*args)
         with _range(kind.label, name):
             ticket = ask(*args)
-        self._note(_Entry(kind, name, nbytes, ticket))
+        self._note(_TraceEntry(kind, name, nbytes, ticket))
         return ticket
 
     def work(self, kind: Kind, name: str, job: Job) -> Ticket:
@@ -248,7 +248,7 @@ class Trace:
         if self._is_on:
             job.action = _range(kind.label, name)(job.action)
         ticket = self._backend.work(job)
-        self._note(_Entry(kind, name, job.nbytes, ticket))
+        self._note(_TraceEntry(kind, name, job.nbytes, ticket))
         return ticket
 
     def wait(self, ticket: Ticket, what: str) -> None:
@@ -268,29 +268,29 @@ class Trace:
     def _stall(self, wait: Callable[[], None], what: str) -> None:
         begin = self._backend.mark()
         wait()
-        self._note(_Entry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
+        self._note(_TraceEntry(Kind.STALL, what, 0, None, begin, self._backend.mark()))
 
-    def _note(self, entry: _Entry) -> None:
+    def _note(self, entry: _TraceEntry) -> None:
         for log in self._logs:
             log.entries.append(entry)
 
-    def begin(self, kind: Kind, name: str, is_recomputed: bool = False) -> None:
+    def begin_computing(self, kind: Kind, name: str, is_recomputed: bool = False) -> None:
         """Note that a unit begins to compute, and that the one before it is done."""
         if self._is_on:
-            self.end()
+            self.end_computing()
             self._range = _range("recompute" if is_recomputed else kind.label, name)
             self._range.__enter__()  # type: ignore[no-untyped-call]
-            self._computing = _Entry(kind, name, 0, None, self._backend.mark())
+            self._computing = _TraceEntry(kind, name, 0, None, self._backend.mark())
 
-    def end(self) -> None:
+    def end_computing(self) -> None:
         """Note that the unit that was computing is done."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._note(self._computing._replace(end=self._backend.mark()))
             self._range = None
 
-    def begin_step(self) -> None:
-        """Note that a step begins; whether it is profiled is asked here alone."""
+    def mark_step(self) -> None:
+        """Note that a step begins, and find out whether it is profiled, once for the whole step."""
         self._is_on = bool(self._logs) or profiler_is_on()
         for log in self._logs:
             log.steps.append(self._backend.mark())
@@ -301,16 +301,18 @@ class Trace:
 
         Recordings may overlap: a planner's and a timeline's do not know of each other.
         """
-        origin, log, recording = self._backend.origin(), _Log(), Recording()
+        origin = self._backend.origin()
+        log = _Log()
+        recording = Recording()
         self._logs.append(log)
         self._is_on = self._backend.timed = True
         try:
             yield recording
         finally:
-            self.end()
+            self.end_computing()
             marks = [*log.steps, self._backend.mark()]
             try:
-                # copies that come after a job are asked for only now, and have to be timed, too
+                # Copies that come after a job are issued only now, and have to be timed, too.
                 self._backend.drain()
             finally:
                 self._logs.remove(log)
@@ -320,7 +322,7 @@ class Trace:
             moments = [self._backend.seconds(origin.device, mark) for mark in marks]
             recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
 
-    def _span(self, entry: _Entry, origin: Origin) -> Span | None:
+    def _span(self, entry: _TraceEntry, origin: Origin) -> Span | None:
         if entry.ticket is not None:
             begin, end = entry.ticket.interval(origin)
         else:

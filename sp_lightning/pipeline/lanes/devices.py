@@ -21,8 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from sp_lightning.pipeline.host_memory import usable_cores
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, BESIDE, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Later, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Origin, Ticket, Worker, use_threads
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -30,7 +30,7 @@ class HostBackend(Backend):
     """The CPU as the device: "device" memory is other host memory, and copies run on threads.
 
     Training with `accelerator="cpu"` uses it as it is. With `max_delay` and `poison` it is the emulated device that
-    the tests use as a race detector: before a copy or a job on the host comes a random delay of at most so many
+    the tests use as a race detector: each copy and each job on the host is delayed at random, by at most `max_delay`
     seconds, and unused memory is full of NaN.
     """
 
@@ -46,8 +46,8 @@ class HostBackend(Backend):
         super().__init__(torch.device("cpu"), poison, host)
         self._up = worker("superpipeline-upload")
         self._down = worker("superpipeline-download")
-        self._beside = {kind: worker(f"superpipeline-{kind.label}") for kind in BESIDE}
-        self._copying = (self._up, self._down, *self._beside.values())
+        self._update_lanes = {kind: worker(f"superpipeline-{kind.label}") for kind in UPDATE_KINDS}
+        self._copying = (self._up, self._down, *self._update_lanes.values())
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -65,8 +65,8 @@ class HostBackend(Backend):
         return self._down.submit(Job(partial(copy_memory, target, source)))
 
     @override
-    def beside(self, kind: Kind, job: Job) -> Ticket:
-        return self._beside[kind].submit(job)
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
+        return self._update_lanes[kind].submit(job)
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -117,17 +117,18 @@ class _StreamTicket(Ticket):
         try:
             with self._on_device():
                 return bool(self.event.query())
-        except RuntimeError:  # of an earlier kernel, which `join` raises, too
+        except RuntimeError:  # the error of an earlier kernel, which `join` raises, too
             return True
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
         self.join()
-        begin, end = origin.device.elapsed_time(self.begin), origin.device.elapsed_time(self.event)
+        begin = origin.device.elapsed_time(self.begin)
+        end = origin.device.elapsed_time(self.event)
         return begin / 1000, end / 1000
 
 
-_PATIENCE = 3  # refusals to page-lock memory, each of which costs time
+_MOST_REFUSALS = 3  # after so many refusals to pin memory, each of which costs time, nothing more is pinned
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
 
 
@@ -146,19 +147,19 @@ class AcceleratorBackend(Backend):
             self._up = self._api.Stream()
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
-            # state that visits waits for memory, which would hold up other copies on their streams
-            self._beside = {kind: self._api.Stream() for kind in BESIDE}
-            # or each of a step's many small kernels would wait behind the large ones that compute
-            self._beside[Kind.VISIT] = self._api.Stream(priority=-1)
+            # Updates on the device wait for memory, and would hold up other copies on their streams.
+            self._update_streams = {kind: self._api.Stream() for kind in UPDATE_KINDS}
+            # Without priority, each of a step's small kernels would wait behind the large ones that compute.
+            self._update_streams[Kind.VISIT] = self._api.Stream(priority=-1)
         self.pins = device.type == "cuda"
-        self._refusals = 0  # to page-lock memory
+        self._refusals = 0  # how often the system has refused to pin memory
         if self.pins:
             use_expandable_segments(self._up)
             if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
                 warnings.warn(_ONE_QUEUE, stacklevel=2)
 
     def _begin_work(self) -> None:
-        # or waiting for an event would create a context on device 0
+        # Otherwise waiting for an event would create a context on device 0.
         self._api.set_device(self.device)
         use_threads(self._threads)
 
@@ -174,16 +175,16 @@ class AcceleratorBackend(Backend):
 
         def issue() -> None:
             self._up_behind_work.wait_event(computed)
-            later.ticket = self._copy(self._up_behind_work, target, source)
+            deferred.ticket = self._copy(self._up_behind_work, target, source)
 
-        later = Later(Job(issue, [after], rank=BEFORE_OTHER_WORK))
-        # the device can wait for a visit's
-        if after.is_asked and isinstance(asked := after.asked(), _StreamTicket):
-            self._up_behind_work.wait_event(asked.event)
+        deferred = DeferredTicket(Job(issue, [after], rank=BEFORE_OTHER_WORK))
+        # The device itself can wait for an update on it.
+        if after.is_issued and isinstance(issued := after.issued(), _StreamTicket):
+            self._up_behind_work.wait_event(issued.event)
             issue()
-            return later.ticket
-        self.ask(later.job)
-        return later
+            return deferred.ticket
+        self.issue_when_ready(deferred.job)
+        return deferred
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
@@ -191,8 +192,8 @@ class AcceleratorBackend(Backend):
         return self._copy(self._down, target, source)
 
     @override
-    def beside(self, kind: Kind, job: Job) -> Ticket:
-        stream = self._beside[kind]
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
+        stream = self._update_streams[kind]
         for earlier in job.after:
             stream.wait_event(_event_of(earlier))
         return self._issue(stream, job.action)
@@ -210,8 +211,9 @@ class AcceleratorBackend(Backend):
         return self._issue(stream, partial(self.copy, target, source))
 
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
-        # the host's thread sleeps until it is down, or it would spin beside the one that launches kernels
-        to_host = (self._down, self._beside[Kind.STATE_DOWN], self._beside[Kind.LATE_GRADIENTS])
+        # The host's thread sleeps until a copy has come down. Otherwise it would spin beside the thread that launches
+        # kernels.
+        to_host = (self._down, self._update_streams[Kind.STATE_DOWN], self._update_streams[Kind.LATE_GRADIENTS])
         sleeps = self.device.type == "cuda" and stream in to_host
         flags = {"blocking": True} if sleeps else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
@@ -241,17 +243,17 @@ class AcceleratorBackend(Backend):
 
     @override
     def origin(self) -> Origin:
-        # so that the event completes now, not when the device gets to it
+        # The event completes now, and not when the device gets to it.
         self._api.synchronize(self.device)
         origin = super().origin()
         with self._on_device():
-            origin.device.synchronize()  # other lanes may be done before computing has come to it
+            origin.device.synchronize()  # other lanes may be done before computing gets to it
         return origin
 
     @override
     def pin(self, memory: Tensor) -> bool:
         # torch's allocator of pinned memory rounds up to a power of two: up to twice the memory (pytorch#150517)
-        if self._refusals == _PATIENCE:
+        if self._refusals == _MOST_REFUSALS:
             return False
         with self._on_device():
             done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
@@ -261,7 +263,7 @@ class AcceleratorBackend(Backend):
         return done
 
     def _clear_error(self) -> None:
-        """Consume the error that a failed call leaves behind, or the next kernel launch would raise it."""
+        """Consume the error that a failed call leaves behind: otherwise the next kernel launch would raise it."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
@@ -294,14 +296,14 @@ class AcceleratorBackend(Backend):
     @override
     def drain(self) -> None:
         self._host.drain()
-        for stream in (self._up, self._up_behind_work, self._down, *self._beside.values()):
+        for stream in (self._up, self._up_behind_work, self._down, *self._update_streams.values()):
             stream.synchronize()
 
 
 def _event_of(ticket: Ticket) -> Any:
-    asked = ticket.asked()
-    assert isinstance(asked, _StreamTicket)
-    return asked.event
+    issued = ticket.issued()
+    assert isinstance(issued, _StreamTicket)
+    return issued.event
 
 
 def _cudart() -> Any:
@@ -317,7 +319,7 @@ def full_device(device: torch.device | str | None) -> torch.device:
     try:
         return torch.empty(0, device=device).device  # which has an index
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
-        # not the list of all kinds of devices that torch has ever known
+        # Torch's message may list all kinds of devices that it has ever known.
         reason = "It knows no such device." if "Expected one of" in str(error) else str(error).partition("\n")[0]
         raise ValueError(f"`device={str(device)!r}` is not a device that this torch can use. {reason}") from error
 
@@ -333,7 +335,7 @@ def make_backend(device: torch.device, host_threads: int | Literal["auto"], proc
     return AcceleratorBackend(device, poison=debug, threads=threads)
 
 
-# one core in so many, and at least one, is left to the training loop and data loaders
+# One core in four, and at least one, is left to the training loop and data loaders.
 _SHARE_OF_LOOP = 4
 
 

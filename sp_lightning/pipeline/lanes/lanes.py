@@ -30,7 +30,7 @@ from sp_lightning.pipeline.lanes.at_work import FORKED, OfOneProcess
 
 
 class Lane(enum.Enum):
-    """One of the resources that work side by side."""
+    """One of the resources that work in parallel."""
 
     COMPUTE = "compute"
     TO_DEVICE = "to device"
@@ -40,7 +40,7 @@ class Lane(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """The purpose that a span of time was spent on, and the lane that it occupies."""
+    """The purpose of a span of time, and the lane that it occupies."""
 
     FORWARD = "forward", Lane.COMPUTE
     BACKWARD = "backward", Lane.COMPUTE
@@ -48,7 +48,7 @@ class Kind(enum.Enum):
     LOAD = "load", Lane.TO_DEVICE
     FETCH = "fetch", Lane.TO_DEVICE
     GRADIENTS = "gradients", Lane.TO_HOST
-    LATE_GRADIENTS = "late gradients", Lane.TO_HOST  # that have waited on the device for their unit's update
+    LATE_GRADIENTS = "late gradients", Lane.TO_HOST  # they have waited on the device for their unit's update
     OFFLOAD = "offload", Lane.TO_HOST
     STATE_UP = "state up", Lane.TO_DEVICE
     STATE_DOWN = "state down", Lane.TO_HOST
@@ -57,7 +57,8 @@ class Kind(enum.Enum):
     ADD = "add", Lane.HOST
 
     def __init__(self, label: str, lane: Lane) -> None:
-        self.label, self.lane = label, lane
+        self.label = label
+        self.lane = lane
 
 
 class Span(NamedTuple):
@@ -98,11 +99,11 @@ class Ticket(ABC):
     """A handle to a copy in flight, or to a job on the host.
 
     Attributes:
-        held: What is read for it on the device; to be dropped once computing waits for what it brings.
+        keeps_alive: Objects that it reads on the device. They may go once computing waits for its results.
         steps_on_device: Whether it is an optimizer step whose weights computing can use before the host has them.
     """
 
-    held: Sequence[object] = ()
+    keeps_alive: Sequence[object] = ()
     steps_on_device = False
 
     @abstractmethod
@@ -110,7 +111,7 @@ class Ticket(ABC):
         """Block the calling thread until the copy or job is done; raise its exception if it failed."""
 
     def join_briefly(self) -> None:
-        """Block until it is done; if other processes may have to come first, for a moment."""
+        """Block until it is done; only for a moment if it may depend on other processes."""
         self.join()
 
     @property
@@ -123,17 +124,17 @@ class Ticket(ABC):
         raise NotImplementedError
 
     @property
-    def is_asked(self) -> bool:
-        """Whether `asked` would return at once."""
+    def is_issued(self) -> bool:
+        """Whether `issued` would return at once."""
         return True
 
-    def asked(self) -> Ticket:
-        """Return the ticket of what was asked of a device, for which computing can wait; block until it was asked."""
+    def issued(self) -> Ticket:
+        """Return the ticket of the work on the device, for which computing can wait; block until it was issued."""
         return self
 
 
 def do_nothing() -> None:
-    """Be done when what a job comes after is."""
+    """Do nothing: the job is done when the tickets before it are."""
 
 
 class Job(Ticket):
@@ -143,7 +144,7 @@ class Job(Ticket):
         action: The work.
         after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
         nbytes: Bytes of host memory that it reads and writes; only devices with simulated time use this.
-        cleanup: Called afterwards in any case, even if the job or one of the tickets has failed.
+        cleanup: Is called afterwards in any case, even if the job or one of the tickets has failed.
         rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
     """
 
@@ -163,7 +164,7 @@ class Job(Ticket):
         self.cleanup = cleanup
         self.rank = rank
         self.error: BaseException | None = None
-        # held until the job is done; an `Event` would be several objects
+        # The lock is held until the job is done; an `Event` would be several objects.
         self.under_way = threading.Lock()
         self.under_way.acquire()
 
@@ -182,11 +183,11 @@ class Job(Ticket):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that it comes after is done."""
+        """Whether all tickets before it are done."""
         return all(ticket.done for ticket in self.after)
 
     def run(self, failed: BaseException | None = None) -> None:
-        """Run it in this thread, which could not start properly if it has `failed`."""
+        """Run the job in this thread; `failed` is the error with which the thread has started, if it has."""
         try:
             if failed is not None:
                 raise failed
@@ -204,24 +205,24 @@ class Job(Ticket):
         self.finish()
 
     def finish(self) -> None:
-        """Mark it as done, and wake whoever waits for it; what it held is free by then."""
+        """Mark the job as done, and wake its waiters; before that, release what it refers to."""
         self.action = self.cleanup = do_nothing
         self.after = ()
         self.done = True
         self.under_way.release()
 
 
-class Later(Ticket):
-    """The ticket of what a job asks of a device, before that job has run, or was even handed over."""
+class DeferredTicket(Ticket):
+    """A ticket for work that a job issues to a device later; the job may not even have been submitted."""
 
-    ticket: Ticket  # there once the job is done, unless it has failed
+    ticket: Ticket  # the ticket of that work, once the job is done, unless it has failed
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     @override
     def join(self) -> None:
-        self.asked().join()
+        self.issued().join()
 
     @property
     @override
@@ -230,28 +231,28 @@ class Later(Ticket):
 
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
-        return self.asked().interval(origin)
+        return self.issued().interval(origin)
 
     @property
     @override
-    def is_asked(self) -> bool:
+    def is_issued(self) -> bool:
         return self.job.done
 
     @override
-    def asked(self) -> Ticket:
+    def issued(self) -> Ticket:
         self.job.join()
         return self.ticket
 
 
 def use_threads(count: int | None) -> None:
-    """Have so many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
+    """Let this many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
     if count is not None:
-        usual = torch.get_num_threads()
+        usual_count = torch.get_num_threads()
         torch.set_num_threads(count)
         # This sets the count of this thread, and the default of later ones, which another thread restores.
-        other = threading.Thread(target=torch.set_num_threads, args=(usual,))
-        other.start()
-        other.join()
+        restoring_thread = threading.Thread(target=torch.set_num_threads, args=(usual_count,))
+        restoring_thread.start()
+        restoring_thread.join()
 
 
 class Worker(OfOneProcess):
@@ -273,12 +274,12 @@ class Worker(OfOneProcess):
         super().__init__()
         self._name = name
         self._on_start = on_start
-        # before each job comes a random delay of at most so many seconds
+        # The longest random delay before each job, in seconds.
         self._max_delay = max_delay
         self._random = random.Random(f"{name} {seed}")
         self._thread: threading.Thread | None = None
-        self._jobs: list[Job] = []  # those that are not done, in the order of submission
-        # one for each job, and one more to end the thread
+        self._jobs: list[Job] = []  # jobs that are not done, in the order of submission
+        # One item for each job, and one more to end the thread.
         self._wake_ups: SimpleQueue[None] = SimpleQueue()
 
     def submit(self, job: Job) -> Job:
@@ -294,7 +295,7 @@ class Worker(OfOneProcess):
 
     def drain(self) -> None:
         """Block until every job is done."""
-        # called by a job, one that compiles, it cannot wait for itself
+        # A job that compiles calls this: it cannot wait for itself.
         if self.is_forked or threading.current_thread() is self._thread:
             return
         while unfinished := [job for job in tuple(self._jobs) if not job.done]:
@@ -311,7 +312,7 @@ class Worker(OfOneProcess):
 
     @override
     def note_fork(self) -> None:
-        """Let the jobs that are under way fail in the fork: nobody goes on with them."""
+        """Let the jobs under way fail in the fork: no thread runs them there."""
         super().note_fork()
         for job in self._jobs:
             if not job.done:
@@ -323,7 +324,7 @@ class Worker(OfOneProcess):
         try:
             self._on_start()
         except BaseException as error:
-            failed = error  # whoever waits for a job has to hear of it
+            failed = error  # each job fails with it, so that its waiters get the error
         while (job := self._next()) is not None:
             if self._max_delay:
                 time.sleep(self._random.uniform(0, self._max_delay))
@@ -338,7 +339,7 @@ class Worker(OfOneProcess):
             if ready:
                 return min(ready, key=attrgetter("rank"))
             for ticket in self._jobs[0].after:
-                # the job will fail with it, and tell whoever waits for that
+                # The job will fail with this error, and raise it for its waiters.
                 with contextlib.suppress(BaseException):
                     ticket.join_briefly()
         return None

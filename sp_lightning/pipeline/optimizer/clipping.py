@@ -32,11 +32,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class _Norm:
-    """The norm of one gradient, as it is when everything has landed."""
+    """The norm of one gradient, which is known when everything has landed."""
 
     gradient: Tensor
-    norm: Tensor | None = None  # None if it is still to be measured
-    factors: Sequence[Tensor] = ()  # what the gradient is still to be multiplied by
+    norm: Tensor | None = None  # None if it has to be measured
+    factors: Sequence[Tensor] = ()  # the update will multiply the gradient by these
 
     def measure(self, dtype: torch.dtype) -> Tensor:
         norm = self.norm
@@ -48,14 +48,14 @@ class _Norm:
         return norm
 
 
-class _Found:
-    """The gradients of parameters.
+class _FoundGradients:
+    """The gradients of the parameters that are to be clipped or unscaled.
 
     Attributes:
-        norms: Their norms, in the order of the parameters, in which torch adds them up.
-        ours: Those of weights, which the engine has.
-        others: The norms of those that do not stream, each of its `.grad`.
-        why_torch_reads: Why torch has to read all of them itself; None if it has not.
+        norms: The norms of all gradients, in the order of the parameters, in which torch adds them up.
+        ours: The gradients of weights that the engine has.
+        others: The norms of the other gradients, which are in a `.grad`.
+        why_torch_reads: Why torch has to read all gradients itself; None if it need not.
     """
 
     def __init__(self) -> None:
@@ -65,15 +65,15 @@ class _Found:
         self.why_torch_reads: str | None = None
 
     def measure_others(self, dtype: torch.dtype) -> None:
-        """Measure the norms of those that do not stream, for which the host waits once."""
+        """Measure the norms of the other gradients, for which the host waits once for each device."""
         for device in {other.gradient.device for other in self.others}:
-            there = [other for other in self.others if other.gradient.device == device]
-            norms = torch._foreach_norm([other.gradient for other in there], 2, dtype)
-            for other, norm in zip(there, torch.stack(norms).cpu(), strict=True):
+            others_there = [other for other in self.others if other.gradient.device == device]
+            norms = torch._foreach_norm([other.gradient for other in others_there], 2, dtype)
+            for other, norm in zip(others_there, torch.stack(norms).cpu(), strict=True):
                 other.norm = norm
 
     def multiply_others(self, factor: Tensor) -> None:
-        """Multiply those that do not stream, wherever they are, by a factor on the host."""
+        """Multiply the other gradients, wherever they are, by a factor on the host."""
         devices = {other.gradient.device for other in self.others}
         factors = {device: factor.to(device) for device in devices}
         for other in self.others:
@@ -102,14 +102,14 @@ class Clipping:
         self._at_work = at_work
 
     def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight]) -> None:
-        """Clip from now on for these steps, of weights by the identities of masters."""
+        """Clip gradients of these weights from now on, which are given by the identities of their masters."""
         self._stream = steps.stream
         self._backend = steps.window.backend
         self._weights = weights
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
-        """Have gradients of the backward pass in this scope bring their norms, for `clip_grad_norm` and `unscale`."""
+        """Measure norms in the backward pass of this scope, for `clip_grad_norm` and `unscale`."""
         self._stream.routes.measures_norms = True
         try:
             yield
@@ -119,7 +119,7 @@ class Clipping:
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | Tensor) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does.
 
-        If some of the parameters do not stream, those are clipped now, and the host waits until all others have landed.
+        Gradients of parameters that do not stream are clipped at once. For these the host waits until all have landed.
         """
         parameters = list(parameters)
         max_norm = float(max_norm)  # as torch does first: the factor would be rounded otherwise
@@ -158,17 +158,17 @@ class Clipping:
             self._stream.settle()
             found.measure_others(torch.float32)
             overflow = False
-            for of_gradient in found.norms:
-                # a norm may overflow though all elements are finite
-                if not of_gradient.measure(torch.float32).isfinite():
-                    overflow |= not of_gradient.gradient.isfinite().all()
+            for gradient_norm in found.norms:
+                # A norm may overflow though all elements are finite.
+                if not gradient_norm.measure(torch.float32).isfinite():
+                    overflow |= not gradient_norm.gradient.isfinite().all()
             factor = inverse_scale.clone()
             for gradient in ours:
                 gradient.scale(factor)
             found.multiply_others(inverse_scale)
             return overflow
 
-    def _clip_norm(self, found: _Found, max_norm: float) -> None:
+    def _clip_norm(self, found: _FoundGradients, max_norm: float) -> None:
         ours = found.ours
         dtype = ours[0].weight.dtype
         with torch.inference_mode(False):
@@ -181,13 +181,13 @@ class Clipping:
         for gradient in ours:
             gradient.scale(factor)
         for of_segment in by_segment:
-            of_segment.wait_for(ticket)
+            of_segment.set_ticket(ticket)
         if found.others:
             ticket.join()
             found.multiply_others(factor)
 
-    def _why_torch_clips(self, found: _Found) -> str | None:
-        """Return why norms cannot be had with the bits that torch's have; None if they can."""
+    def _why_torch_clips(self, found: _FoundGradients) -> str | None:
+        """Return why norms would have other bits than torch's; None if they have the same."""
         if found.why_torch_reads is not None:
             return found.why_torch_reads
         ours = found.ours
@@ -201,30 +201,31 @@ class Clipping:
         if any(gradient.factors != factors for gradient in ours):
             return "some gradients are scaled in another way than others"
         if factors:
-            self._stream.settle()  # one of them may be computed by an earlier clip
+            self._stream.settle()  # an earlier clip may still compute one of the factors
         # powers of two scale a norm exactly as they scale the gradient
         if not all(math.frexp(float(factor))[0] == 0.5 for factor in factors):
             return "a scaled norm rounds in another way than the norm of what is scaled"
         return None
 
-    def _find(self, parameters: Iterable[nn.Parameter]) -> _Found:
+    def _find(self, parameters: Iterable[nn.Parameter]) -> _FoundGradients:
         """Find the gradients of parameters."""
-        found = _Found()
+        found = _FoundGradients()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._stream.of[weight]
+            gradient = None if weight is None else self._stream.gradient_of[weight]
             if gradient is not None:
-                gradient.check()
+                gradient.check_readable()
                 if gradient.weight.leftover is Leftover.ZEROS:
                     gradient.fill_zeros()
             if gradient is not None and gradient.tensor is not None:
                 found.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
                 found.ours.append(gradient)
-            elif (other := parameter.grad) is not None:
+            elif (user_gradient := parameter.grad) is not None:
                 if weight is not None:
                     found.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
-                elif type(other) is not Tensor or other.layout is not torch.strided:
+                elif type(user_gradient) is not Tensor or user_gradient.layout is not torch.strided:
                     found.why_torch_reads = "a gradient is no plain tensor"
-                found.others.append(_Norm(other))
-                found.norms.append(found.others[-1])
+                other_norm = _Norm(user_gradient)
+                found.others.append(other_norm)
+                found.norms.append(other_norm)
         return found

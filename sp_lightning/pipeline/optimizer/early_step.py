@@ -12,14 +12,14 @@ from itertools import chain
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
-from sp_lightning.pipeline.optimizer.kinds import Plan, Step, parameters_of, settings_of
+from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, parameters_of, settings_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 
 
 class EarlyStep(Step):
-    """A step of an optimizer that begins before its `step()` is called, with gradients as they come.
+    """A step of an optimizer that updates units in backward, before its `step()` is called.
 
-    A unit is stepped only if no node of the graph holds one of its weights on the device any more.
+    A unit is updated only if no node of the graph holds one of its weights on the device any more.
 
     Attributes:
         keeps_gradients: Whether gradients are kept after the step.
@@ -29,22 +29,22 @@ class EarlyStep(Step):
     def __init__(
         self,
         optimizer: Optimizer,
-        plan: Plan,
+        optimizer_weights: OptimizerWeights,
         steps: UnitSteps,
         keeps_gradients: bool,
     ) -> None:
-        super().__init__(optimizer, plan, steps.fused)
+        super().__init__(optimizer, optimizer_weights, steps.fused)
         self.keeps_gradients = keeps_gradients
         self.stepped: list[SegmentGradients] = []
         self._steps = steps
-        self._had_state = set(optimizer.state)  # the parameters that have some before the step
+        self._had_state = set(optimizer.state)  # the parameters that had state before the step
 
     # ------------------------------------------------------------------------------------------------- in backward
 
     def wants(self, of_segment: SegmentGradients) -> bool:
-        """Tell whether these gradients, which are complete, are all of their unit, to be stepped right away."""
+        """Tell whether these complete gradients are all of their unit's, so that it can be updated right away."""
         unit = of_segment.unit
-        # weights apart would have to wait for the step, and an alias must not show it before backward is over
+        # Split-off weights would have to wait for the step. An alias must not show it before backward is over.
         readers = unit.readers
         if unit.resident or unit.split_off or readers.handles or readers.has_aliases:
             return False
@@ -52,16 +52,16 @@ class EarlyStep(Step):
             return False
         trained = sum(weight.master.requires_grad for weight in unit.weights)
         gradients = of_segment.trained
-        return trained == len(gradients) and self.plan.gradients.keys() >= set(gradients)
+        return trained == len(gradients) and self.optimizer_weights.gradients.keys() >= set(gradients)
 
-    def receive(self, of_segment: SegmentGradients) -> None:
-        """Have a unit stepped, here or by the process that owns it, and let go of its gradients."""
+    def step_with(self, of_segment: SegmentGradients) -> None:
+        """Step a unit with its gradients, here or in the process that owns it, and drop these unless they are kept."""
         unit, steps = of_segment.unit, self._steps
         averages = steps.stream.averages
         if averages is not None:
             averages.pass_on(of_segment, steps.window.copies_of([unit]))
-        if not unit.is_followed:  # else its step is counted
-            self.use(of_segment.trained)
+        if not unit.is_followed:  # otherwise the process that owns the unit collects them
+            self.collect_gradients(of_segment.trained)
         steps.step(unit, self)
         if unit.pending_device_step is not None:
             unit.pending_device_step.begin(in_place=False)
@@ -77,9 +77,9 @@ class EarlyStep(Step):
     # -------------------------------------------------------------------------------------------------- after backward
 
     def acknowledge(self) -> None:
-        """Take the units that were stepped for what they are: the optimizer's `step()` was called."""
+        """Acknowledge the units that were stepped: the optimizer's `step()` was called."""
         if self.awaited:
-            # of other processes, for which backward could not wait
+            # These steps need other processes, for which backward could not wait.
             self._steps.finish(self.awaited)
             state = self.optimizer.state
             for parameter in parameters_of(self.optimizer):
@@ -91,10 +91,10 @@ class EarlyStep(Step):
 
     def abandon(self) -> None:
         """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""
-        for unit in self.plan.units:
-            self._steps.count(unit, self.plan)
+        for unit in self.optimizer_weights.units:
+            self._steps.publish_step_without_gradients(unit, self.optimizer_weights)
         self.acknowledge()
-        trained = sum(gradient.weight.master.requires_grad for gradient in self.plan.gradients)
+        trained = sum(gradient.weight.master.requires_grad for gradient in self.optimizer_weights.gradients)
         stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(
@@ -104,12 +104,15 @@ class EarlyStep(Step):
                 stacklevel=2,
             )
 
-    def check(self, optimizer: Optimizer, plan: Plan, why_not: str | None) -> None:
-        """Check what the scope has vouched for, as the `step()` of an optimizer is called."""
+    def check_promises(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, why_not: str | None) -> None:
+        """Raise if the scope's promises are broken when an optimizer's `step()` is called.
+
+        `why_not` tells why units cannot be stepped one by one now; None if they can.
+        """
         why = None
         if optimizer is not self.optimizer:
             stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
-            if not plan.gradients.keys().isdisjoint(stepped):
+            if not optimizer_weights.gradients.keys().isdisjoint(stepped):
                 why = f"{type(optimizer).__name__} is about to update some of their weights before `step()`"
         elif why_not is not None:
             why = why_not

@@ -1,6 +1,6 @@
 """Optimizers, torch's and ours: which can step units one by one, with the bits of a plain step.
 
-What a step has to do with our weights is decided once for an optimizer (`Plan`); `Step` is one of its steps.
+`OptimizerWeights` are the weights of an optimizer, found once; `Step` is one of its steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers that treat each weight by itself, but as a whole."""
 
 OURS = (ours.AdamW, ours.Adam)
-"""Optimizers of ours, which take care of each weight themselves."""
+"""This package's own optimizers, which treat each weight by itself."""
 
 STEP_BY_WEIGHT = (*BY_ELEMENT, *BY_WEIGHT, *OURS)
 """Optimizers that treat each weight by itself."""
@@ -46,10 +46,10 @@ ANY_VALUE = {
     "eps", "etas", "foreach", "fused", "initial_accumulator_value", "lr", "lr_decay", "maximize", "moments", "momentum",
     "momentum_decay", "nesterov", "ns_coefficients", "ns_steps", "rho", "step_sizes", "weight_decay",
 }  # fmt: skip
-"""Options of these with which each weight is treated by itself, whatever their value is."""
+"""Options of these optimizers that may have any value: each weight is treated by itself with all of them."""
 
 OFF = {"capturable", "differentiable"}
-"""Options of these that have to be off."""
+"""Options of these optimizers that have to be off."""
 
 HAVE_FUSED_KERNELS = (Adam, AdamW, SGD, Adagrad)
 """Optimizers with a fused CPU kernel."""
@@ -93,14 +93,13 @@ def identities_of(optimizer: Optimizer) -> list[list[int]]:
 def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
     """Copy all param groups without their parameters: a scheduler may change them, also in place, before they are used.
 
-    With `fused`, to torch's fused CPU kernels where the user left the choice to torch, which takes its slowest path
-    on the CPU then (pytorch#74588).
+    With `fused`, torch's fused CPU kernels are chosen where the user left the choice to torch, which would take its
+    slowest path on the CPU (pytorch#74588).
     """
     groups = []
     for param_group in optimizer.param_groups:
-        own = {key: value for key, value in param_group.items() if key != "params"}
-        # what is in lists as well; what is no number stays as it is
-        settings: dict[str, Any] = tree_map_only(Tensor, lambda x: x.detach().clone() if x.numel() == 1 else x, own)
+        options = {key: value for key, value in param_group.items() if key != "params"}
+        settings: dict[str, Any] = tree_map_only(Tensor, _copy_of_number, options)  # also in lists
         undecided = settings.get("fused", False) is None and settings.get("foreach") is None
         if fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
             # up to torch 2.13 SGD's kernel silently leaves weights in half precision as they are (pytorch#191763)
@@ -108,6 +107,13 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
             settings["fused"] = None if type(optimizer) is SGD and is_half else True
         groups.append(settings)
     return groups
+
+
+def _copy_of_number(tensor: Tensor) -> Tensor:
+    """Copy a tensor with one element, such as a learning rate; others stay as they are."""
+    if tensor.numel() == 1:
+        return tensor.detach().clone()
+    return tensor
 
 
 def refuse_copies(optimizer: Optimizer) -> None:
@@ -129,37 +135,37 @@ def refuse_copies(optimizer: Optimizer) -> None:
 
 
 class Afterwards(enum.Enum):
-    """What becomes of a gradient that an optimizer has used, if the engine has it."""
+    """What happens to an engine's gradient after an optimizer has used it."""
 
     DROPPED = enum.auto()
-    """It may be gone when `step()` returns: units may be stepped with it in backward, and let go of it."""
+    """The gradient may be gone when `step()` returns: a unit may be updated in backward and drop it."""
 
     KEPT_UNTIL_THE_NEXT_STEP = enum.auto()
-    """It can be read until the next step begins."""
+    """The gradient can be read until the next step begins."""
 
     KEPT_UNTIL_ZEROED = enum.auto()
-    """It stays until the user's `zero_grad`, and is added to if there is none."""
+    """The gradient stays until the user's `zero_grad`; without that, the next one is added to it."""
 
 
-class Plan:
-    """What is decided once for an optimizer, as long as its param groups have the same parameters."""
+class OptimizerWeights:
+    """The weights of an optimizer, and their units; found once, as long as param groups have the same parameters."""
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
         self.parameters = identities_of(optimizer)
-        # the gradients of its weights, in the order of its parameters, with the numbers of the param groups
+        # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
         self.gradients: dict[Gradient, int] = {}
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
                 if weight is not None and not isinstance(weight, QuantizedWeight):  # nobody trains these
-                    self.gradients[stream.of[weight]] = number
+                    self.gradients[stream.gradient_of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}
-        # the units that its weights are in, first the one that the next forward needs first
+        # The units of the weights; the one that the next forward needs first comes first.
         self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
 
 
-Used: TypeAlias = tuple[Tensor, dict[str, Any]]
-"""A gradient as it lies on the host, and the optimizer's state of its weight, as it is when the step is handed over."""
+StepInput: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A gradient, and the optimizer's state of its weight when the step is handed over to the thread."""
 
 
 class Step:
@@ -167,22 +173,22 @@ class Step:
 
     Attributes:
         fused: Whether torch's fused kernels are taken where the user left the choice to torch.
-        used: Of each unit, what it reads of the weights that have a gradient.
-        awaited: The units whose step has to end before anybody goes on: it reads gradients that are the user's, or
-            makes state, which depends on torch's default dtype, for one.
+        inputs_by_unit: For each unit, the inputs of the step for each weight with a gradient.
+        awaited: The units whose step has to end before `step()` returns: it reads a user's `.grad`, or it makes
+            state, which depends on torch's default dtype, for example.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, fused: bool) -> None:
+    def __init__(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, fused: bool) -> None:
         self.optimizer = optimizer
-        self.plan = plan
+        self.optimizer_weights = optimizer_weights
         self.fused = fused
-        self.used: defaultdict[Unit, dict[Gradient, Used]] = defaultdict(dict)
+        self.inputs_by_unit: defaultdict[Unit, dict[Gradient, StepInput]] = defaultdict(dict)
         self.awaited: set[Unit] = set()
 
-    def use(self, gradients: Iterable[Gradient]) -> None:
-        """Have it use what there is of these gradients.
+    def collect_gradients(self, gradients: Iterable[Gradient]) -> None:
+        """Collect the inputs of the step for these gradients.
 
-        Without one, as frozen weights are, there is nothing to step: torch would wait for the units to see that.
+        Weights without a gradient, such as frozen ones, are left out: torch would wait for their units to see that.
         """
         for gradient in gradients:
             if gradient.of_segment.is_consumed:
@@ -199,20 +205,20 @@ class Step:
                     raise refusal(weight, tensor)
                 self.awaited.add(weight.unit)
             if weight.unit.suspect:
-                weight.follow()
+                weight.locate_master()
             state = self.optimizer.state.get(weight.master, {})
-            settings = self.settings[self.plan.gradients[gradient]]
+            settings = self.settings[self.optimizer_weights.gradients[gradient]]
             if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
                 state = self.optimizer.state.setdefault(weight.master, state)
                 self.awaited.add(weight.unit)
-            self.used[weight.unit][gradient] = tensor, state
+            self.inputs_by_unit[weight.unit][gradient] = tensor, state
 
     @cached_property
     def settings(self) -> list[dict[str, Any]]:
-        """Those of each param group, as they are when its first unit is stepped: hooks before backward change them."""
+        """The settings of each param group when the first unit is stepped: hooks before backward may change them."""
         return settings_of(self.optimizer, self.fused)
 
     @cached_property
     def one_passes(self) -> list[OnePass]:
-        """What steps weights of each param group in one pass."""
+        """The one-pass update of each param group's weights."""
         return [OnePass(self.optimizer, settings) for settings in self.settings]

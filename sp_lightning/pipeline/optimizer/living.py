@@ -1,13 +1,12 @@
-"""What lives on the device, with gradients and optimizer state: what may, how large its state is, and moving it.
+"""Units that stay on the device with gradients and optimizer state: which may, how large their state is, moving them.
 
-Between that, units that live there are plain parameters, which torch's own code steps; gates know their calls, and
-nothing else does.
+While they stay, their weights are plain parameters, which torch's own code steps. Only gates know of their calls.
 
 [Note: living in several processes]
-They live on the device in all processes, or in none, as masters on the host are shared: when processes meet, the plan
-of the first one becomes everyone's (engine.py). Gradients are averaged when backward has ended, as DDP does, so that
-each process steps its own copy with the same bits. State on the host is the first process's, which gives it to all when
-a unit comes, and goes on with its own when it leaves.
+A unit stays on the device in all processes, or in none, as masters on the host are shared. When processes meet, the
+plan of the first one becomes everyone's (engine.py). Gradients are averaged when backward has ended, as DDP does, so
+each process steps its own copy with the same bits. State on the host belongs to the first process. It gives the state
+to all when a unit comes to the device, and continues with its own when the unit leaves.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device:
     with without_torch_function():
         for group in optimizer.param_groups:
             counts_there = device.type == "cpu" or group.get("fused") or group.get("capturable")
-            for parameter in [p for p in group["params"] if id(p) in moving]:
+            for parameter in [parameter for parameter in group["params"] if id(parameter) in moving]:
                 state = optimizer.state.get(parameter, {})
                 # a copy, because a step of a backward may make state at the same time
                 for key, value in state.copy().items():
@@ -60,28 +59,28 @@ class States:
     # ------------------------------------------------------------------------------------- what may live on the device
 
     def may_live_on_device(self, parameters: Collection[nn.Parameter]) -> bool:
-        """Tell whether parameters may live on the device: all that are trained are stepped there, each by itself.
+        """Tell whether parameters may stay on the device: known optimizers step all trained ones, each by itself.
 
-        If nobody has stepped one yet, its state would be made there, and nobody knows how large it is. An optimizer of
-        any other class may look at several weights at once, so that all of its weights are on the host.
+        A parameter that no optimizer has stepped yet may not: its state would be made there, of unknown size. Any other
+        optimizer may look at several weights at once, so that all of its weights are on the host.
         """
         stepped: set[int] = set()
         for optimizer in self._optimizers:
-            of_optimizer = set(map(id, parameters_of(optimizer)))
-            has_some = not of_optimizer.isdisjoint(map(id, parameters))
+            identities = set(map(id, parameters_of(optimizer)))
+            has_some = not identities.isdisjoint(map(id, parameters))
             if has_some and why_not_by_unit(optimizer) is not None:
                 return False
-            stepped |= of_optimizer
+            stepped |= identities
         return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
 
     def may_visit(self, unit: Unit, fused: bool) -> bool:
-        """Tell whether a unit may visit the device to be stepped: all optimizers step weights in one pass.
+        """Tell whether a unit may be updated on the device: all optimizers step weights in one pass.
 
         `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
         """
         for optimizer in self._optimizers:
             passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
-            if why_not_by_unit(optimizer) or not all(each.is_possible for each in passes):
+            if why_not_by_unit(optimizer) or not all(one_pass.is_possible for one_pass in passes):
                 return False
         return bool(self._optimizers) and any(weight.master.requires_grad for weight in unit.every_weight)
 
@@ -90,17 +89,17 @@ class States:
     def nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the state of parameters takes."""
         with without_torch_function():
-            both = product(parameters, self._optimizers)
-            states = [optimizer.state.get(parameter, {}) for parameter, optimizer in both]
-        # lists, because the thread that steps may add state at the same time
+            pairs = product(parameters, self._optimizers)
+            states = [optimizer.state.get(parameter, {}) for parameter, optimizer in pairs]
+        # Lists are made first, because the thread that steps may add state at the same time.
         leaves = tree_leaves([list(state.values()) for state in states])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def bytes_of_step(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return what a step of parameters that live on an accelerator takes of it meanwhile.
+        """Return the bytes of an accelerator that a step of parameters takes there meanwhile.
 
-        Torch's own code takes as much as the weights that it steps at once, or twice as much, unless it is fused, or
-        goes one by one.
+        Torch's own code takes the bytes of the weights that it steps at once, or twice as many. Fused code, and code
+        that steps weights one by one, takes none.
         """
         trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
         nbytes = 0
@@ -108,8 +107,8 @@ class States:
             times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
             for group in optimizer.param_groups if type(optimizer) not in OURS else ():
                 if group.get("foreach", False) is not False and not group.get("fused"):
-                    own = [each for each in group["params"] if id(each) in trained]
-                    nbytes += times * sum(each.nbytes for each in own)
+                    stepped = [parameter for parameter in group["params"] if id(parameter) in trained]
+                    nbytes += times * sum(parameter.nbytes for parameter in stepped)
         return nbytes
 
     # -------------------------------------------------------------------------------------------------------- moving it
@@ -120,7 +119,7 @@ class States:
             move_state(optimizer, parameters, device)
 
     def share(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
-        """Have the first process's state of parameters in all processes."""
+        """Give the first process's state of parameters to all processes."""
         with without_torch_function():
             for parameter, optimizer in product(parameters, self._optimizers):
                 state = processes.share(optimizer.state.get(parameter))
@@ -146,17 +145,17 @@ class Living:
 
     @torch.inference_mode(False)  # the step may be one of an evaluation
     @torch.no_grad()
-    def follow(self, arrangement: Arrangement) -> None:
-        """Move what is to live elsewhere, before anything is laid out; first what leaves the device."""
+    def move_units(self, arrangement: Arrangement) -> None:
+        """Move units that leave the device, and then those that come to it, before anything is laid out."""
         # all processes share state in one order
         units = sorted(arrangement.all_units, key=attrgetter("name"))
         for unit in units:
-            leaving = [weight.master for weight in unit.weights if weight.lives]
+            leaving = [weight.master for weight in unit.weights if weight.stays_on_device]
             if self._processes is not None and not self._processes.box.is_keeper:
                 self._states.drop(leaving)
             self._move(leaving, HOST)
         for unit in units:
-            coming = [weight.master for weight in unit.weights_on_device if not weight.lives]
+            coming = [weight.master for weight in unit.weights_on_device if not weight.stays_on_device]
             if self._processes is not None:
                 self._states.share(coming, self._processes)
             self._move(coming, self._device)
@@ -165,12 +164,12 @@ class Living:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def bring_home(self, module: nn.Module) -> None:
-        """Move to the host what lives on the device, for good."""
+    def move_all_to_host(self, module: nn.Module) -> None:
+        """Move all parameters on the device to the host, for good."""
         self._move(weights_on_accelerators(module), HOST)
 
     def watch(self, arrangement: Arrangement) -> None:
-        """Note from now on whether backward brings gradients to what lives on the device."""
+        """Note from now on whether backward brings gradients to parameters that stay on the device."""
         for hook in self._hooks:
             hook.remove()
         trained = [parameter for parameter in arrangement.parameters_on_device if parameter.requires_grad]
@@ -180,8 +179,8 @@ class Living:
     def _note_gradient(self, _: Tensor) -> None:
         self._some_came = True
 
-    def take_news(self) -> bool:
-        """Tell whether gradients have come to what lives on the device since this was asked."""
+    def pop_some_came(self) -> bool:
+        """Tell whether gradients have come to parameters that stay on the device since the last call."""
         some_came = self._some_came
         self._some_came = False
         return some_came

@@ -38,7 +38,7 @@ from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
 from sp_lightning.pipeline.optimizer.kinds import (
     Afterwards,
-    Plan,
+    OptimizerWeights,
     Step,
     identities_of,
     parameters_of,
@@ -62,22 +62,26 @@ class Optimizers:
         self._weights: dict[int, Weight] = {}
         self._processes = processes
         self._overlaps = overlaps
-        # optimizers that have stepped weights of the module, with our hooks on them
-        self._seen: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
-        self.states = States(self._seen)
+        # The optimizers that have stepped weights of the module, with the hooks that we put on them.
+        self._known_optimizers: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.states = States(self._known_optimizers)
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
-        # what becomes of the gradients that the next optimizer step uses
+        # What happens to the gradients that the next optimizer step uses.
         self.afterwards = Afterwards.DROPPED
-        self._used: list[Gradient] = []  # by steps of optimizers, until the next step of the module begins
-        self.shows_used = False  # whether somebody may read them even after the module is detached
-        self._plans: weakref.WeakKeyDictionary[Optimizer, Plan] = weakref.WeakKeyDictionary()
-        self._by_unit = False  # whether the step under way is followed by steps of units
-        self._early: EarlyStep | None = None  # in backward, or awaiting `step()`
+        # The gradients that optimizers have used since the last step of the module began.
+        self._used_gradients: list[Gradient] = []
+        self.shows_used_gradients = False  # whether users may read these even after the module is detached
+        self._weights_by_optimizer: weakref.WeakKeyDictionary[Optimizer, OptimizerWeights] = weakref.WeakKeyDictionary()
+        self._steps_by_unit = False  # whether units are stepped after the optimizer step under way
+        # The step that began in backward, until its `step()` has been called.
+        self._step_in_backward: EarlyStep | None = None
 
     def work_with(self, steps: UnitSteps, arrangement: Arrangement, parameters: Collection[int]) -> None:
-        """Work from now on with these steps, of weights that lie like this, among the module's parameters."""
+        """Work from now on with these steps and this arrangement; `parameters` are identities of the module's."""
         self._steps = steps
-        # by the identities of masters; others live on the device
+        # The weights by the identities of their masters; weights that stay on the device are not among them.
         self._weights = {id(weight.master): weight for weight in arrangement.weights}
         self._parameters = parameters
         self.clipping.work_with(steps, self._weights)
@@ -86,12 +90,13 @@ class Optimizers:
         """Tell whether an optimizer has any of the module's parameters."""
         return any(id(parameter) in self._parameters for parameter in parameters_of(optimizer))
 
-    def drop_used(self) -> None:
-        """Let go of gradients that a step has used, before the next one begins; what has come since stays."""
-        used, self._used = self._used, []
-        if used:
+    def drop_used_gradients(self) -> None:
+        """Drop gradients that an optimizer has used, as the next step begins; later gradients stay."""
+        used_gradients = self._used_gradients
+        self._used_gradients = []
+        if used_gradients:
             with self._at_work:
-                self._steps.stream.consume([gradient for gradient in used if gradient.is_used])
+                self._steps.stream.consume([gradient for gradient in used_gradients if gradient.is_used])
 
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
@@ -100,22 +105,22 @@ class Optimizers:
         self._steps.window.suspect_all()
 
     def before_step(self, optimizer: Optimizer, stand_in: Optimizer | None) -> None:
-        """Take the weights that will be stepped unit by unit out of what steps in place of an optimizer."""
-        self._by_unit = False
-        if optimizer not in self._seen and not self._accept(optimizer):
+        """Take weights that will be stepped unit by unit out of `stand_in`, which steps in place of the optimizer."""
+        self._steps_by_unit = False
+        if optimizer not in self._known_optimizers and not self._accept(optimizer):
             return
         with self._at_work:
             self._at_work.refuse_others()
-            self._at_work.goes_on = get_ident()
-            plan = self._plan_of(optimizer)
-            for unit in plan.units:
+            self._at_work.continuing_thread = get_ident()
+            optimizer_weights = self._weights_of(optimizer)
+            for unit in optimizer_weights.units:
                 if unit.users:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps weights of {unit.name!r} inside of a forward that "
                         "computes with them, and that would continue with the old values. "
                         "Step after that forward, for example in `training_step`."
                     )
-            for gradient in plan.gradients:
+            for gradient in optimizer_weights.gradients:
                 weight = gradient.weight
                 if weight.leftover is Leftover.USED and not gradient.of_segment.is_consumed:
                     raise used_in_step(weight.name, f"{type(optimizer).__name__} steps it")
@@ -125,106 +130,110 @@ class Optimizers:
                     f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
                     "step as in plain training."
                 )
-            self._steps.window.write_back_all()  # to the masters that are stepped
-            if self._early is not None:
-                self._early.check(optimizer, plan, why_not)
+            self._steps.window.write_back_all()  # the step reads masters
+            if self._step_in_backward is not None:
+                self._step_in_backward.check_promises(optimizer, optimizer_weights, why_not)
             if self._processes is not None:
-                # another process may write to masters; those that are stepped already are sent after that
+                # Another process may write to masters. Units that were stepped in backward are sent after that.
                 window = self._steps.window
                 window.finish_copies(unit for unit in window.units if not unit.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
-                self._by_unit = not self._follows
-                stand_in.param_groups = [
-                    {**group, "params": [each for each in group["params"] if id(each) not in self._weights]}
-                    for group in stand_in.param_groups
-                ]
-            elif self._follows:
-                self._steps.stream.consume(plan.gradients)
-                for gradient in plan.gradients:  # it passes over what has none
+                self._steps_by_unit = not self._is_follower
+                stand_in.param_groups = [self._without_weights(group) for group in stand_in.param_groups]
+            elif self._is_follower:
+                self._steps.stream.consume(optimizer_weights.gradients)
+                for gradient in optimizer_weights.gradients:  # the optimizer skips parameters without a gradient
                     gradient.weight.master.grad = None
-            elif plan.gradients:
+            elif optimizer_weights.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()
-                if any(unit.visits for unit in plan.units):
+                if any(unit.updates_on_device for unit in optimizer_weights.units):
                     self._steps.visits.why_not = why_not or ""
+
+    def _without_weights(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """Copy a param group without the weights that are stepped unit by unit."""
+        others = [parameter for parameter in param_group["params"] if id(parameter) not in self._weights]
+        return {**param_group, "params": others}
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
-        if optimizer not in self._seen:
-            # another optimizer may wrap it, and copy what it has stepped
+        if optimizer not in self._known_optimizers:
+            # Another optimizer may wrap this one, and copy the weights that it has stepped.
             self._steps.window.suspect_all()
             return
         with self._at_work:
-            self._at_work.goes_on = None
-            plan = self._plan_of(optimizer)
-            if self._by_unit:
-                self._by_unit = False  # another optimizer may wrap it, whose step is yet to end
-                self._step(optimizer, plan)
+            self._at_work.continuing_thread = None
+            optimizer_weights = self._weights_of(optimizer)
+            if self._steps_by_unit:
+                self._steps_by_unit = False  # another optimizer may wrap this one, and its step has not ended yet
+                self._step(optimizer, optimizer_weights)
             else:
-                for unit in plan.units:
-                    self._steps.window.note_write(unit)  # it may have kept aliases
-                    self._steps.count(unit, plan)
-            if self._early is not None and self._early.optimizer is optimizer:
-                self._early.acknowledge()
-                self._early = None
+                for unit in optimizer_weights.units:
+                    self._steps.window.note_write(unit)  # the optimizer may have kept aliases
+                    self._steps.publish_step_without_gradients(unit, optimizer_weights)
+            if self._step_in_backward is not None and self._step_in_backward.optimizer is optimizer:
+                self._step_in_backward.acknowledge()
+                self._step_in_backward = None
             if self.afterwards is Afterwards.DROPPED:  # the device needs the memory
                 waited = [
-                    each for each in plan.gradients if each.of_segment.is_on_device and not each.weight.unit.visits
+                    each
+                    for each in optimizer_weights.gradients
+                    if each.of_segment.is_on_device and not each.weight.unit.updates_on_device
                 ]
                 self._steps.stream.consume(waited)
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
-                for gradient in plan.gradients:
+                for gradient in optimizer_weights.gradients:
                     gradient.is_used = True
-                self._used += plan.gradients
-                self.shows_used = self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP
+                self._used_gradients += optimizer_weights.gradients
+                self.shows_used_gradients = self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP
             self._steps.visits.end_step()
             self._steps.window.suspect_all()
             self._steps.window.stats.optimizer_steps += 1
             self.steps_taken += 1
 
     @property
-    def _follows(self) -> bool:
+    def _is_follower(self) -> bool:
         """Whether another process of this machine steps the weights, for all of them."""
         return self._processes is not None and not self._processes.box.is_keeper
 
     def _accept(self, optimizer: Optimizer) -> bool:
-        """Look at an optimizer that has not stepped yet; tell whether it has any weight of the module."""
+        """Register an optimizer at its first step; tell whether it has any parameter of the module."""
         refuse_copies(optimizer)
-        parameters = parameters_of(optimizer)
-        own = [parameter for parameter in parameters if id(parameter) in self._parameters]
-        if not own:
+        parameters = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._parameters]
+        if not parameters:
             return False
-        # it steps unit by unit from now on: finish before its state is saved or loaded
-        self._seen[optimizer] = [
+        # It steps unit by unit from now on. Its steps have to end before its state is saved or loaded.
+        self._known_optimizers[optimizer] = [
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
-        for device in {parameter.device for parameter in own}:  # they may have moved since it was made
-            move_state(optimizer, [parameter for parameter in own if parameter.device == device], device)
+        for device in {parameter.device for parameter in parameters}:  # they may have moved since it was made
+            move_state(optimizer, [parameter for parameter in parameters if parameter.device == device], device)
         return True
 
     def _finish_steps(self, *_: object) -> None:
         with self._at_work:
             self._steps.settle()
 
-    def _step(self, optimizer: Optimizer, plan: Plan) -> None:
-        """Step unit by unit."""
+    def _step(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights) -> None:
+        """Step the optimizer's weights unit by unit."""
         steps = self._steps
-        step = Step(optimizer, plan, steps.fused)
-        step.use(plan.gradients)
-        for unit in plan.units:
+        step = Step(optimizer, optimizer_weights, steps.fused)
+        step.collect_gradients(optimizer_weights.gradients)
+        for unit in optimizer_weights.units:
             steps.step(unit, step)
-        steps.finish(step.awaited if self._overlaps is not False else plan.units)
-        if [unit for unit in plan.units if unit.pending_device_step is not None]:
-            steps.window.prefetch()  # the first of them begin
+        steps.finish(step.awaited if self._overlaps is not False else optimizer_weights.units)
+        if [unit for unit in optimizer_weights.units if unit.pending_device_step is not None]:
+            steps.window.prefetch()  # the first of these steps begin
 
-    def _plan_of(self, optimizer: Optimizer) -> Plan:
-        plan = self._plans.get(optimizer)
-        if plan is None or plan.parameters != identities_of(optimizer):
-            self._steps.settle()  # what an earlier plan has begun works on the same state
-            plan = self._plans[optimizer] = Plan(optimizer, self._weights, self._steps.stream)
-        return plan
+    def _weights_of(self, optimizer: Optimizer) -> OptimizerWeights:
+        optimizer_weights = self._weights_by_optimizer.get(optimizer)
+        if optimizer_weights is None or optimizer_weights.parameters != identities_of(optimizer):
+            self._steps.settle()  # steps of the earlier weights work on the same state
+            optimizer_weights = OptimizerWeights(optimizer, self._weights, self._steps.stream)
+            self._weights_by_optimizer[optimizer] = optimizer_weights
+        return optimizer_weights
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -232,19 +241,21 @@ class Optimizers:
     def stepping_in_backward(self, optimizer: Optimizer) -> Iterator[None]:
         """Step each unit in the backward pass of this scope as soon as its gradients have landed; they must be final.
 
-        `optimizer.step()` must follow, with the settings that the optimizer has now; it steps what is left. It is an
-        error to read or change gradients in between.
+        `optimizer.step()` must follow, with the settings that the optimizer has now. It steps the remaining weights. It
+        is an error to read or change gradients in between.
         """
-        early = self._early_step(optimizer) if self._early is None else None
-        self._early = self._early or early
-        self._steps.stream.early = early
+        early = None
+        if self._step_in_backward is None:
+            early = self._early_step(optimizer)
+            self._step_in_backward = early
+        self._steps.stream.early_step = early
         try:
             yield
         finally:
-            self._steps.stream.early = None
-        # not after an exception: other processes may have stepped some
+            self._steps.stream.early_step = None
+        # After an exception the step is kept: other processes may have stepped some units.
         if early is not None and not early.stepped:
-            self._early = None
+            self._step_in_backward = None
 
     def _early_step(self, optimizer: Optimizer) -> EarlyStep | None:
         """Return the step that may begin in backward; None if it may not."""
@@ -255,30 +266,30 @@ class Optimizers:
         if processes is not None and (keeps_gradients or not processes.averages or not processes.trains):
             return None
         with self._at_work:
-            plan = self._plan_of(optimizer)
-            if any(gradient.weight.leftover is Leftover.USED for gradient in plan.gradients):
-                return None  # its `step()` will be an error
-            return EarlyStep(optimizer, plan, self._steps, keeps_gradients)
+            optimizer_weights = self._weights_of(optimizer)
+            if any(gradient.weight.leftover is Leftover.USED for gradient in optimizer_weights.gradients):
+                return None  # its `step()` will raise an error
+            return EarlyStep(optimizer, optimizer_weights, self._steps, keeps_gradients)
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
-        with contextlib.suppress(Exception):  # it was raised already, or is due to the exception
+        with contextlib.suppress(Exception):  # this error was raised already, or is due to the exception
             self._steps.settle()
-        self._steps.stream.early = None
-        early = self._early
-        self._early = None
+        self._steps.stream.early_step = None
+        early = self._step_in_backward
+        self._step_in_backward = None
         if early is not None:
             early.abandon()
 
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code, until weights have their places."""
-        self._plans.clear()  # they would hold memory for state that lies elsewhere by now
+        self._weights_by_optimizer.clear()  # they would keep memory that is given up now
         self._weights = {}
-        self._early = None
+        self._step_in_backward = None
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove all hooks from optimizers."""
-        for hook in chain.from_iterable(self._seen.values()):
+        for hook in chain.from_iterable(self._known_optimizers.values()):
             hook.remove()
 
 
@@ -308,23 +319,24 @@ def stop_listening(listener: Optimizers) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     optimizer_steps.depth += 1
-    # torch tells nobody of a step that ends with an exception, so nothing is changed that would have to be put back
+    # Torch tells nobody of a step that ends with an exception. So nothing is changed that would have to be undone.
     stand_in = stand_in_for(optimizer) if why_not_by_unit(optimizer) is None else None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-    then_tell = partial(_call_and_tell, optimizer, stand_in, closure)  # before that there are no gradients
+    # There are gradients only when the closure has run.
+    closure_then_tell = partial(_call_and_tell, optimizer, stand_in, closure)
     if closure is None:
         _tell(optimizer, stand_in)
     elif len(args) > 1:
-        args = (args[0], then_tell, *args[2:])
+        args = (args[0], closure_then_tell, *args[2:])
     else:
-        kwargs = {**kwargs, "closure": then_tell}
+        kwargs = {**kwargs, "closure": closure_then_tell}
     return (stand_in or optimizer, *args[1:]), kwargs
 
 
 def _call_and_tell(optimizer: Optimizer, stand_in: Optimizer | None, closure: Callable[[], Any]) -> Any:
     for listener in list(_listeners):
         listener.before_closure()
-    with optimizer_waits():  # the closure computes, and may do so outside of modules
+    with optimizer_waits():  # the closure may use weights outside of modules
         result = closure()
     _tell(optimizer, stand_in)
     return result

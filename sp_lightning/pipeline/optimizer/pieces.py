@@ -44,12 +44,12 @@ def lay_together(unit: Unit, optimizer: Optimizer) -> None:
             continue
         offsets, nbytes = lay_out([value.nbytes for *_, value in found])
         segment.memory.pin()
-        before = segment.memory.beside.get("state")
+        before = segment.memory.companions.get("state")
         if before is not None:
             if [value.data_ptr() - before.bytes.data_ptr() for *_, value in found] == offsets:
                 continue
-            segment.memory.release_beside("state")
-        memory = segment.memory.get_beside("state", nbytes, pin=True).bytes
+            segment.memory.release_companion("state")
+        memory = segment.memory.get_companion("state", nbytes, pin=True).bytes
         for (state, name, value), offset in zip(found, offsets, strict=True):
             state[name] = tensor_in(memory, offset, value, value.dtype).copy_(value)
 
@@ -117,7 +117,7 @@ class Piece:
 
 def pieces_of(segment: Segment, memories: Sequence[Memory], sums: Tensor | None) -> list[Piece]:
     """Divide a segment whose weights have this memory; `sums` has gradients, if they are on the host."""
-    fields = dict.fromkeys(Memory._fields, segment.memory.beside["state"].bytes)
+    fields = dict.fromkeys(Memory._fields, segment.memory.companions["state"].bytes)
     fields.update(weight=segment.memory.bytes, copy=segment.source.bytes)
     if sums is not None:
         fields["gradient"] = sums

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
-from sp_lightning.pipeline.gradients.landing import Return
+from sp_lightning.pipeline.gradients.landing import LateGradients
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer, SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.optimizer.kinds import Plan, Step, Used
+from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import lay_together
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
@@ -43,18 +43,18 @@ from sp_lightning.pipeline.window.window import Window
 _ALONE = 1 << 16
 
 Update: TypeAlias = tuple[Work, Sequence[Tensor]]
-"""What is to be done for a weight, and the factors that unscale and clip its gradient before the update."""
+"""The work for a weight, and the factors that unscale and clip its gradient before the update."""
 
 
 class _Generation(NamedTuple):
-    """What masters in shared memory will be when a step is done."""
+    """The number that masters in shared memory have when a step is done."""
 
     memory: SharedMemory
     number: int
 
-    def reach(self) -> None:
-        """Tell the others that it is done."""
-        self.memory.reach(self.number)
+    def publish(self) -> None:
+        """Tell other processes that the step is done."""
+        self.memory.publish(self.number)
 
 
 class UnitSteps:
@@ -64,109 +64,128 @@ class UnitSteps:
         self.window = window
         self.stream = stream
         self.visits = visits
-        # whether to take torch's fused kernels where the user left the choice to torch; as in plain training on the CPU
+        # Whether torch's fused kernels are taken where the user left the choice to torch. On the CPU the choice stays
+        # torch's, as in plain training.
         self.fused = window.backend.device.type != "cpu"
 
     def step(self, unit: Unit, step: Step) -> None:
-        """Have a unit stepped when its gradients have landed, on the device if it visits, else by the thread.
+        """Have a unit stepped when its gradients have landed, on the device if it is updated there, else by the thread.
 
         Weights without a gradient stay as they are.
         """
-        used = step.used.pop(unit, {})  # else the step would hold what has stayed on the device
-        if used and unit.visits and not unit.split_off and self._visit(unit, step, used):
-            self.window.stats.visits += 1
-        elif used:
-            self._step_on_host(unit, step, used)
+        inputs = step.inputs_by_unit.pop(unit, {})  # the step must not keep gradients that have stayed on the device
+        if inputs and unit.updates_on_device and not unit.split_off and self._step_on_device(unit, step, inputs):
+            self.window.stats.updates_on_device += 1
+        elif inputs:
+            self._step_on_host(unit, step, inputs)
         else:
-            self.count(unit, step.plan)
+            self.publish_step_without_gradients(unit, step.optimizer_weights)
             return
         self.window.stats.overlapped_steps += 1
 
-    def _visit(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> bool:
-        """Have the unit visit the device for this step, and tell whether it does."""
+    def _step_on_device(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> bool:
+        """Have the device update the unit in this step, and tell whether it can."""
         window = self.window
-        window.finish_optimizer(unit)  # or state might be laid elsewhere under an earlier step
-        visit = self.visits.visit_of(step, used)
+        window.finish_optimizer(unit)  # otherwise state might be moved while an earlier step uses it
+        visit = self.visits.visit_of(step, inputs)
         if isinstance(visit, str):
             self.visits.why_not = visit
             return False
-        window.outdate(unit, {gradient.weight for gradient in used})
-        unit.being_stepped = unit.pending_device_step = visit
+        window.outdate(unit, {gradient.weight for gradient in inputs})
+        unit.being_stepped = visit
+        unit.pending_device_step = visit
         return True
 
-    def _step_on_host(self, unit: Unit, step: Step, used: Mapping[Gradient, Used]) -> None:
-        """Have the thread step a unit, and then release the buffer that its gradients may lie in."""
-        by_segment = dict.fromkeys([gradient.of_segment for gradient in used])
-        returned = self._bring_late(by_segment, used)
-        used = {**used, **{each: (tensor, used[each][1]) for late in returned for each, tensor in late.landed.items()}}
+    def _step_on_host(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> None:
+        """Have the thread step a unit, and then release the buffers that its gradients may lie in."""
+        by_segment = dict.fromkeys([gradient.of_segment for gradient in inputs])
+        late_gradients = self._bring_late(by_segment, inputs)
+        inputs = dict(inputs)
+        for late in late_gradients:
+            for gradient, tensor in late.landed.items():
+                inputs[gradient] = tensor, inputs[gradient][1]
         updates: defaultdict[int, list[Update]] = defaultdict(list)
-        landed: list[Ticket] = [*returned]  # what brings the gradients
-        buffers = [late.buffer for late in returned]
-        moved = 0
+        arrivals: list[Ticket] = [*late_gradients]  # the tickets of copies that bring gradients
+        buffers = [late.buffer for late in late_gradients]
+        moved_bytes = 0
         for of_segment in by_segment:
             landing = of_segment.pass_landing()
             if landing is not None:
                 buffers.append(landing)
             if of_segment.ticket is not None:
-                landed.append(of_segment.ticket)
+                arrivals.append(of_segment.ticket)
             for gradient, copy in zip(of_segment.gradients, of_segment.segment.copies, strict=True):
-                if gradient in used:
+                if gradient in inputs:
                     weight = gradient.weight
-                    tensor, state = used[gradient]
+                    tensor, state = inputs[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
-                    updates[step.plan.gradients[gradient]].append((work, gradient.factors))
-                    moved += 2 * weight.home.nbytes + tensor.nbytes
-        weights = {gradient.weight for gradient in used}
-        generations = self._next_generations(unit, step.plan)
+                    updates[step.optimizer_weights.gradients[gradient]].append((work, gradient.factors))
+                    moved_bytes += 2 * weight.home.nbytes + tensor.nbytes
+        weights = {gradient.weight for gradient in inputs}
+        generations = self._next_generations(unit, step.optimizer_weights)
         action = partial(_step_unit, unit, step, updates, weights, generations)
-        job = Job(action, landed, moved, partial(_let_go, buffers, [late.sources for late in returned]))
-        stepped = self._hand_over(unit, weights, job)
+        release = partial(_release_buffers, buffers, [late.sources for late in late_gradients])
+        ticket = self._hand_over(unit, weights, Job(action, arrivals, moved_bytes, release))
         for buffer in buffers:
-            buffer.last_reader = stepped
+            buffer.last_reader = ticket
 
-    def _bring_late(self, by_segment: Iterable[SegmentGradients], used: Mapping[Gradient, Used]) -> list[Return]:
-        """Have those of these gradients come that have waited on the device, for a step on the host."""
-        returned: list[Return] = []
+    def _bring_late(
+        self,
+        by_segment: Iterable[SegmentGradients],
+        inputs: Mapping[Gradient, StepInput],
+    ) -> list[LateGradients]:
+        """Copy gradients that have waited on the device to the host, for a step there."""
+        late_gradients: list[LateGradients] = []
         for of_segment in by_segment:
-            # others are the user's by now
-            own = [each for each in of_segment.gradients if each in used and used[each][0] is each.tensor]
-            late = {each: used[each][0] for each in own}
-            if of_segment.is_on_device and late:
-                returned.append(self.stream.routes.landing.bring(of_segment.unit.name, late))
-                self.window.stats.bytes_to_host += returned[-1].nbytes
-        self.window.stats.late_gradients += bool(returned)
-        return returned
+            tensors: dict[Gradient, Tensor] = {}
+            for gradient in of_segment.gradients:
+                # A tensor that is not the engine's any more is the user's `.grad`.
+                if gradient in inputs and inputs[gradient][0] is gradient.tensor:
+                    tensors[gradient] = inputs[gradient][0]
+            if of_segment.is_on_device and tensors:
+                late = self.stream.routes.landing.land_late(of_segment.unit.name, tensors)
+                self.window.stats.bytes_to_host += late.nbytes
+                late_gradients.append(late)
+        if late_gradients:
+            self.window.stats.late_gradients += 1
+        return late_gradients
 
     def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> Ticket:
-        """Give the thread a job that changes weights of a unit, first what the next forward needs first."""
+        """Give the thread a job that changes weights of a unit; first come units that the next forward needs first."""
         window = self.window
         window.finish_optimizer(unit)
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
         ticket = unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
-        if unit.split_off:  # weights made resident are in units that do not wait for this one's step
+        if unit.split_off:  # these weights are in units of their own, which do not wait for this step
             window.finish_optimizer(unit)
         return ticket
 
-    def count(self, unit: Unit, plan: Plan) -> None:
-        """Count a step that changes no weight of a unit here; the thread waits for the process that steps them."""
-        generations = self._next_generations(unit, plan)
+    def publish_step_without_gradients(self, unit: Unit, optimizer_weights: OptimizerWeights) -> None:
+        """Publish a step in which this process steps no weight of a unit, or wait for the process that does so.
+
+        Where another process steps the weights, the thread waits for it. Where this one steps for others, its next
+        generation is there at once.
+        """
+        generations = self._next_generations(unit, optimizer_weights)
         if generations and unit.is_followed:
-            weights = {weight for weight in unit.weights if self.stream.of[weight] in plan.gradients}
-            stepped = [generation.memory.reached(generation.number) for generation in generations]
+            weights = {
+                weight for weight in unit.weights if self.stream.gradient_of[weight] in optimizer_weights.gradients
+            }
+            stepped = [generation.memory.when_published(generation.number) for generation in generations]
             job = Job(partial(note_stepped, unit.segments, weights), stepped)
             self._hand_over(unit, weights, job)
         elif generations:
             self.window.finish_optimizer(unit)
-            for segment in unit.segments:  # the optimizer's own code may have stepped them
-                segment.check()
+            for segment in unit.segments:  # the optimizer's own code may have stepped the masters
+                segment.detect_changes()
                 segment.refresh_copies()
             for generation in generations:
-                generation.reach()
+                generation.publish()
 
-    def _next_generations(self, unit: Unit, plan: Plan) -> list[_Generation]:
-        """Count a step of weights that other processes have, too, whether or not it changes them; once."""
+    def _next_generations(self, unit: Unit, optimizer_weights: OptimizerWeights) -> list[_Generation]:
+        """Count a step of masters that processes share, whether or not it changes them; each step counts once."""
         generations: list[_Generation] = []
         if unit.is_ahead:
             return generations
@@ -174,7 +193,7 @@ class UnitSteps:
             memory = segment.memory.shared
             if memory is None:
                 continue
-            if any(self.stream.of[weight] in plan.gradients for weight in segment.weights):
+            if any(self.stream.gradient_of[weight] in optimizer_weights.gradients for weight in segment.weights):
                 memory.generation += 1
                 generations.append(_Generation(memory, memory.generation))
         return generations
@@ -183,7 +202,7 @@ class UnitSteps:
         """Wait until no step reads or writes the memory of these units any more.
 
         Raises:
-            Exception: The first error of a step, when all have ended; the others mostly have the same cause.
+            Exception: The first error of a step, when all steps have ended; other errors mostly have the same cause.
         """
         errors = []
         for unit in units:
@@ -202,7 +221,7 @@ class UnitSteps:
             self.window.finish_copies(self.window.units)
 
     def settle_all(self) -> None:
-        """Wait until gradients have landed, besides: whoever looks at masters and their gradients finds all of it."""
+        """Wait for steps, copies and gradients: masters and their gradients are complete afterwards."""
         self.settle()
         self.stream.settle()
         self.window.settled = True
@@ -211,8 +230,8 @@ class UnitSteps:
 # ---------------------------------------------------------------------------- what a step does with a unit's weights
 
 
-def _let_go(buffers: Sequence[LandingBuffer], sources: Sequence[Sequence[Tensor]]) -> None:
-    """Release the buffers that gradients lay in; where they came from, the `sources`, was held until now."""
+def _release_buffers(buffers: Sequence[LandingBuffer], sources: Sequence[Sequence[Tensor]]) -> None:
+    """Release buffers whose gradients were read; the job has kept their `sources` on the device until now."""
     for buffer in buffers:
         buffer.release()
 
@@ -228,12 +247,12 @@ def _step_unit(
     with torch.inference_mode(False), torch.no_grad(), without_torch_function():
         for segment in unit.segments:
             segment.refresh_copies(weights)
-        for number, of_group in updates.items():
-            update_weights(step.optimizer, step.settings[number], of_group)
+        for number, group_updates in updates.items():
+            update_weights(step.optimizer, step.settings[number], group_updates)
         note_stepped(unit.segments, weights)
         for generation in generations:
-            generation.reach()
-        if unit.visits:  # from the next step on, for which state may be new
+            generation.publish()
+        if unit.updates_on_device:  # from the next step on: this one may have made the state
             lay_together(unit, step.optimizer)
 
 
@@ -243,7 +262,7 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
     The caller turns gradients, inference mode and overrides of torch functions off.
     """
     code = code_of_step(optimizer, settings.copy())
-    # first steps apart: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none
+    # First steps run separately: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none.
     together: dict[bool, list[Update]] = {}
     one_pass = OnePass(optimizer, settings)
     works: list[Work] = []

@@ -32,8 +32,8 @@ from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, SegmentGradients
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Later, Ticket
-from sp_lightning.pipeline.optimizer.kinds import Step, Used
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Ticket
+from sp_lightning.pipeline.optimizer.kinds import Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import (
     PIECES_AT_ONCE,
     Piece,
@@ -56,17 +56,17 @@ class _Update(NamedTuple):
     factors: Sequence[Tensor]  # that the gradient is multiplied by
 
 
-class Visit(Later):
+class Visit(DeferredTicket):
     """A step of a unit on the device; done when the host has the new masters and state.
 
     It begins when somebody has it begin, or waits for it.
 
     Attributes:
         ready: Done when the new weights are on the device.
-        held: What it does, with gradients that have stayed there.
+        keeps_alive: The updates, with gradients that have stayed on the device.
     """
 
-    held: Sequence[_Update]
+    keeps_alive: Sequence[_Update]
     steps_on_device = True
 
     def __init__(
@@ -79,8 +79,8 @@ class Visit(Later):
         # after what brings gradients, or their scaling, to the host
         after = [] if of_segment.ticket is None else [of_segment.ticket]
         super().__init__(Job(self._ask, after, rank=BEFORE_OTHER_WORK))
-        self.ready = Later(self.job)
-        self.held = updates
+        self.ready = DeferredTicket(self.job)
+        self.keeps_alive = updates
         self._visits = visits
         self._unit = of_segment.unit
         self._segment = of_segment.segment
@@ -99,19 +99,19 @@ class Visit(Later):
             backend.invalidate(segment.place)
         # computing has waited for all copies that read the masters
         self._earlier = backend.computed()
-        backend.ask(self.job)
+        backend.issue_when_ready(self.job)
         if self.job.done:
             self.job.join()  # raises what asking has failed with, before anybody relies on it
         if in_place:
-            segment.lying = segment.epoch
+            segment.epoch_on_device = segment.epoch
         return self.ready
 
     @override
-    def asked(self) -> Ticket:
+    def issued(self) -> Ticket:
         """Return the ticket of what comes down; begin the visit if nobody has."""
         if self._unit.pending_device_step is self:
             self.begin(in_place=False)
-        return super().asked()
+        return super().issued()
 
     def _ask(self) -> None:
         """Ask the device for all pieces."""
@@ -119,7 +119,7 @@ class Visit(Later):
         # or what a forward of an evaluation begins could not be used in training
         with torch.inference_mode(False), self._visits.asking:
             passes: list[Pass] = []
-            for one_pass, work, _, factors in self.held:
+            for one_pass, work, _, factors in self.keeps_alive:
                 passes += one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
             try:
                 for piece in self._pieces:
@@ -141,11 +141,11 @@ class Visit(Later):
         up, down = (sum(target.nbytes for target, _ in copies) for copies in (piece.up, piece.down))
         earlier = [self._earlier, piece.buffer.ticket]
         come = Job(partial(self._copy, piece.up), earlier, up)
-        arrived = trace.beside(Kind.STATE_UP, name, come)
-        step = Job(partial(self._step, piece, passes, self.held), [arrived, *last[:1]], up + down)
-        ready = trace.beside(Kind.VISIT, name, step)
+        arrived = trace.submit_to_lane(Kind.STATE_UP, name, come)
+        step = Job(partial(self._step, piece, passes, self.keeps_alive), [arrived, *last[:1]], up + down)
+        ready = trace.submit_to_lane(Kind.VISIT, name, step)
         leave = Job(partial(self._copy, piece.down), [ready, *last[1:]], down)
-        gone = trace.beside(Kind.STATE_DOWN, name, leave)
+        gone = trace.submit_to_lane(Kind.STATE_DOWN, name, leave)
         piece.buffer.ticket = gone
         stats.bytes_to_device += up
         stats.bytes_to_host += down
@@ -189,7 +189,7 @@ class Visits:
         self._known: dict[Segment, tuple[HostBuffer, GradientMemory | None, Sequence[Piece]]] = {}
         self._buffers: list[PieceBuffer] = []
 
-    def visit_of(self, step: Step, used: Mapping[Gradient, Used]) -> Visit | str:
+    def visit_of(self, step: Step, used: Mapping[Gradient, StepInput]) -> Visit | str:
         """Return a visit of a unit that makes this step, which uses these gradients; or why it cannot."""
         of_segment, *others = {gradient.of_segment for gradient in used}
         if others:
@@ -204,7 +204,7 @@ class Visits:
             if weight.host is not weight.home:
                 return f"{weight.name!r} was given other memory"
             tensor, state = used[gradient]
-            one_pass = step.one_passes[step.plan.gradients[gradient]]
+            one_pass = step.one_passes[step.optimizer_weights.gradients[gradient]]
             if not one_pass.is_possible:
                 return no_pass
             if not state:
@@ -230,7 +230,7 @@ class Visits:
     ) -> Sequence[Piece]:
         """Return the pieces in which a segment visits, found anew if something of it lies elsewhere than it did."""
         segment, gradients = of_segment.segment, of_segment.memory
-        state = segment.memory.beside["state"]
+        state = segment.memory.companions["state"]
         known = self._known.get(segment)
         if known is not None and known[:2] == (state, gradients):
             return known[2]
@@ -248,7 +248,7 @@ class Visits:
 
     def end_step(self) -> None:
         """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
-        if self.why_not and not self.stats.visits:
+        if self.why_not and not self.stats.updates_on_device:
             warnings.warn(
                 "The plan expected GPU updates of streamed units, but the CPU updates them, which is "
                 f"slower: {self.why_not}.",

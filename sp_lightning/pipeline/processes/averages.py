@@ -33,21 +33,21 @@ from sp_lightning.pipeline.gradients.segment_gradients import (
     StepInBackward,
 )  # fmt: skip
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.processes.box import Reached
+from sp_lightning.pipeline.processes.box import CounterTicket
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.processes.sums import Run, SharedSums
+from sp_lightning.pipeline.processes.sums import GradientRun, SharedSums
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.window.window import Window
 
 
-class _GoingRound(NamedTuple):
-    """A run that goes round."""
+class _Exchange(NamedTuple):
+    """The exchange of a run between processes that is under way."""
 
-    run: Run
-    staging: GradientMemory  # the buffer that it was sent from, and where it begins there
-    begin: int
-    everyones: Tensor  # this process's share of what each has sent
-    work: Any  # torch's handle to it
+    run: GradientRun
+    staging: GradientMemory  # the buffer that the run was sent from
+    begin: int  # where the run begins in that buffer
+    everyones: Tensor  # from each process, its part of this process's share
+    work: Any  # torch's handle to the exchange
 
 
 class Averages:
@@ -60,30 +60,30 @@ class Averages:
         routes: Routes,
         processes: Processes,
     ) -> None:
-        # what is resident is complete when backward ends
-        in_order = sorted(by_segment, key=lambda each: (each.unit.resident, -each.unit.index))
-        self._by_name = {each.segment.weights[0].name: each for each in in_order}
+        # Gradients of resident weights are complete only when backward ends.
+        in_order = sorted(by_segment, key=lambda of_segment: (of_segment.unit.resident, -of_segment.unit.index))
+        self._by_name = {of_segment.segment.weights[0].name: of_segment for of_segment in in_order}
         self._window = window
         self._routes = routes
-        routes.staging.count *= 2  # for what comes as many as for what leaves
+        routes.staging.buffer_count *= 2  # as many buffers receive as send
         self._processes = processes
-        # made in all processes as the first gradients come
+        # The sums of each segment, made in all processes when its first gradients come.
         self._sums: dict[SegmentGradients, SharedSums] = {}
         self._has_begun = False  # whether a pass of all processes is under way
-        self._to_come: dict[SegmentGradients, SharedSums] = {}  # of this pass, in order
-        self._ready: set[SegmentGradients] = set()
-        self._exchanged: dict[SegmentGradients, SharedSums] = {}
-        self._going_round: list[_GoingRound] = []  # of the segment that was exchanged last
-        # the copies of a segment's shares to the host, until it was passed on
+        self._to_come: dict[SegmentGradients, SharedSums] = {}  # segments to be exchanged in this pass, in order
+        self._ready: set[SegmentGradients] = set()  # segments that are complete, and wait for their turn
+        self._exchanged: dict[SegmentGradients, SharedSums] = {}  # segments that were exchanged in this pass
+        self._exchanges: list[_Exchange] = []  # the exchanges of the last of these, until they are finished
+        # The copies of a segment's shares to the host, until the segment was passed on.
         self._landing: dict[SegmentGradients, list[Ticket]] = {}
 
     # ------------------------------------------------------------------------------------------ in a backward pass
 
     def awaits(self, gradient: Gradient) -> bool:
-        """Tell whether a gradient that has come is to be exchanged with others of its segment; it may begin a pass.
+        """Tell whether a gradient will be exchanged with its segment; begin a pass if none is under way.
 
         Raises:
-            RuntimeError: These have been exchanged, or cannot have a sum in the dtype in which they are.
+            RuntimeError: The segment has been exchanged, or its gradients cannot be added up in their dtype.
         """
         self._begin_pass()
         of_segment = gradient.of_segment
@@ -98,17 +98,19 @@ class Averages:
         return sums is not None
 
     def _begin_pass(self) -> None:
-        """Begin a pass of all processes, if none is under way, and this is none of this process's own."""
+        """Begin a pass of all processes, unless one is under way, or this process runs backward alone."""
         if self._has_begun or not self._processes.trains:
             return
-        self._has_begun = True  # whatever happens, nobody is asked twice
+        self._has_begun = True  # whatever happens, processes gather once
         self._processes.passes += 1
-        own = {name: (self._held(each), self._come_as_expected(each)) for name, each in self._by_name.items()}
-        everyones = self._processes.gather_in_step(own)
+        own_state: dict[str, tuple[list[str] | None, bool]] = {}
+        for name, of_segment in self._by_name.items():
+            own_state[name] = self._names_in_sums(of_segment), self._come_as_expected(of_segment)
+        everyones = self._processes.gather_in_step(own_state)
         for name in everyones[0]:
             of_segment = self._by_name[name]
-            held, *others = (each[name][0] for each in (own, *everyones))
-            if held is None or any(each != held for each in others):
+            names_in_sums = own_state[name][0]
+            if names_in_sums is None or any(state[name][0] != names_in_sums for state in everyones):
                 of_segment.show()
                 continue
             sums = self._sums.get(of_segment)
@@ -116,151 +118,163 @@ class Averages:
                 sums = self._sums[of_segment] = SharedSums(of_segment)
                 for run in sums.runs:
                     self._routes.landing.make_room(run.share.nbytes)
-            sums.is_held = bool(held)
-            sums.come_as_expected = all(each[name][1] for each in everyones)
+            sums.adds_to_earlier = bool(names_in_sums)
+            sums.come_as_expected = all(state[name][1] for state in everyones)
             self._to_come[of_segment] = sums
 
-    def _held(self, of_segment: SegmentGradients) -> list[str] | None:
-        """Return the names of weights whose sums this process has; None if not all gradients can be added to these."""
+    def _names_in_sums(self, of_segment: SegmentGradients) -> list[str] | None:
+        """Return the names of weights with earlier gradients in the sums; None if the next ones cannot be added."""
         of_segment.wait()  # others are about to write to sums that a clip reads here
         of_segment.expect()
-        held = of_segment.held
+        stored = of_segment.stored_gradients
         sums = self._sums.get(of_segment)
-        for gradient in held:
-            if sums is None or gradient.tensor is not sums.places[gradient] or gradient.factors:
+        for gradient in stored:
+            if sums is None or gradient.tensor is not sums.sum_of[gradient] or gradient.factors:
                 return None
         is_seen = any(gradient.is_seen for gradient in of_segment.gradients)
-        is_part = sums is not None and held not in ([], sums.present)
+        is_part = sums is not None and stored not in ([], sums.brought_anywhere)
         if is_seen or is_part or not of_segment.trained:
             return None
-        return [gradient.weight.name for gradient in held]
+        return [gradient.weight.name for gradient in stored]
 
     def _come_as_expected(self, of_segment: SegmentGradients) -> bool:
-        """Tell whether gradients come in the expected dtypes: some pass before has shown how each weight is used.
+        """Tell whether gradients come in the expected dtypes: an earlier pass has shown how each weight is used.
 
-        A forward shows it, too, but not what a reentrant checkpoint runs in backward.
+        A forward shows it, too, but not how a reentrant checkpoint uses weights in backward.
         """
-        lowered = [each for each in of_segment.trained if each.expected_dtype is not each.weight.dtype]
-        return all(
-            each.weight.name in self._processes.known
-            and each.weight.compute_dtype is each.expected_dtype
-            and not each.weight.other_twins
-            for each in lowered
-        )
+        for gradient in of_segment.trained:
+            weight = gradient.weight
+            if gradient.expected_dtype is weight.dtype:
+                continue
+            if weight.name not in self._processes.trained_names or weight.other_twins:
+                return False
+            if weight.compute_dtype is not gradient.expected_dtype:
+                return False
+        return True
 
     def send(self, of_segment: SegmentGradients, is_final: bool, early: StepInBackward | None) -> bool:
-        """Exchange what a segment has gathered when its turn comes, if that is all; tell whether it is exchanged.
+        """Exchange a segment's gradients when its turn comes, if they are complete; tell whether it is exchanged.
 
-        It is all if it `is_final` and complete, or if no node has any of the weights whose gradients are missing: none
-        has saved one, nor is any call to come, which saves none where what it is given requires no gradient.
-        An early step uses what has come round.
+        They are complete if all have come, and they are final. If some are missing, they are complete when no node has
+        any of the weights: none has saved one, and no call is to come. (A call saves none if its inputs require no
+        gradient.) The step in backward uses gradients that were exchanged.
         """
         if of_segment not in self._to_come:
-            self._come_round(early)  # it lies in the same staging buffers
+            self._finish_exchanges(early)  # both use the same staging buffers
             return False
         unit = of_segment.unit
-        if is_final if not of_segment.missing else not unit.readers.are_in_graphs:
+        is_complete = is_final
+        if of_segment.missing:
+            is_complete = not unit.readers.are_in_graphs
+        if is_complete:
             self._ready.add(of_segment)
         self._exchange_ready(early)
         return True
 
     def send_rest(self, early: StepInBackward | None = None) -> None:
-        """Exchange the rest, as backward has ended."""
+        """Exchange the remaining segments, as backward has ended."""
         self._ready.update(self._to_come)
         self._exchange_ready(early)
-        self._come_round(early)
+        self._finish_exchanges(early)
 
     def _exchange_ready(self, early: StepInBackward | None) -> None:
-        while self._to_come and (of_segment := next(iter(self._to_come))) in self._ready:
-            self._come_round(early)
+        while self._to_come:
+            of_segment = next(iter(self._to_come))
+            if of_segment not in self._ready:
+                break
+            self._finish_exchanges(early)
             self._ready.remove(of_segment)
-            sums = self._exchanged[of_segment] = self._to_come.pop(of_segment)
-            # it may still read the sums
+            sums = self._to_come.pop(of_segment)
+            self._exchanged[of_segment] = sums
+            # An optimizer's step may still read the sums.
             self._window.finish_optimizer(of_segment.unit)
             gathered = of_segment.take_gathered()
-            sums.brought = list(gathered)
+            sums.brought_here = list(gathered)
             self._send(sums, gathered)
 
     @torch.no_grad()
     def _send(self, sums: SharedSums, gathered: Mapping[Gradient, Tensor]) -> None:
         dtypes = [run.dtype if sums.come_as_expected else run.sum_dtype for run in sums.runs]
-        # a share of the sums leaves from there, too
+        # A share of the sums is sent from there, too.
         sizes = [
             max(run.numel * dtype.itemsize, run.share.nbytes)
             for run, dtype in zip(sums.runs, dtypes, strict=True)
         ]  # fmt: skip
-        staging, received = (self._routes.staging.take(sum(sizes)) for _ in range(2))
+        staging = self._routes.staging.take(sum(sizes))
+        received = self._routes.staging.take(sum(sizes))
         begin = 0
         for run, dtype, size in zip(sums.runs, dtypes, sizes, strict=True):
             end = begin + run.numel * dtype.itemsize
-            sent, come = staging.bytes[begin:end], received.bytes[begin:end]
-            places = run.views(sent, dtype)
-            brought = [gradient for gradient in places if gradient in gathered]
-            if len(brought) < len(places):
-                sent.zero_()
+            sent_bytes, received_bytes = staging.bytes[begin:end], received.bytes[begin:end]
+            packed = run.views(sent_bytes, dtype)
+            brought = [gradient for gradient in packed if gradient in gathered]
+            if len(brought) < len(packed):
+                sent_bytes.zero_()
             if brought:
-                torch._foreach_copy_([places[each] for each in brought], [gathered[each] for each in brought])
-            # as bytes: groups cannot send every dtype
-            work = dist.all_to_all_single(come, sent, group=self._processes.beside, async_op=True)
-            everyones = come.view(dtype).view(self._processes.box.count, -1)
-            self._going_round.append(_GoingRound(run, staging, begin, everyones, work))
+                targets = [packed[gradient] for gradient in brought]
+                torch._foreach_copy_(targets, [gathered[gradient] for gradient in brought])
+            # They are sent as bytes: groups cannot send every dtype.
+            group = self._processes.machine_group
+            work = dist.all_to_all_single(received_bytes, sent_bytes, group=group, async_op=True)
+            everyones = received_bytes.view(dtype).view(self._processes.box.count, -1)
+            self._exchanges.append(_Exchange(run, staging, begin, everyones, work))
             begin += size
 
-    def _come_round(self, early: StepInBackward | None) -> None:
-        """Wait for what goes round, add shares up, and have an early step use what is complete."""
-        if not self._going_round:
+    def _finish_exchanges(self, early: StepInBackward | None) -> None:
+        """Wait for exchanges, add shares up, and give complete gradients to the step in backward."""
+        if not self._exchanges:
             return
-        going_round = self._going_round
-        self._going_round = []
+        exchanges = self._exchanges
+        self._exchanges = []
         of_segment, sums = list(self._exchanged.items())[-1]
-        self._landing[of_segment] = [self._download(of_segment, each) for each in going_round]
-        for gradient in sums.brought:
-            gradient.come(sums.places[gradient])
-        is_whole = set(of_segment.held).issuperset(of_segment.trained)
+        self._landing[of_segment] = [self._download(of_segment, exchange) for exchange in exchanges]
+        for gradient in sums.brought_here:
+            gradient.set_tensor(sums.sum_of[gradient])
+        is_whole = set(of_segment.stored_gradients).issuperset(of_segment.trained)
         if early is not None and is_whole and early.wants(of_segment):
-            early.receive(of_segment)
+            early.step_with(of_segment)
 
     @torch.no_grad()
-    def _download(self, of_segment: SegmentGradients, each: _GoingRound) -> Ticket:
+    def _download(self, of_segment: SegmentGradients, exchange: _Exchange) -> Ticket:
         """Add up this process's share of a run, and bring it to the sums."""
-        run, processes = each.run, self._processes
-        each.work.wait()
+        run, staging, begin = exchange.run, exchange.staging, exchange.begin
+        processes = self._processes
+        exchange.work.wait()
         dtype = torch.promote_types(run.sum_dtype, torch.float32)
-        total = torch.zeros_like(each.everyones[0], dtype=dtype)
-        for part in each.everyones:
+        total = torch.zeros_like(exchange.everyones[0], dtype=dtype)
+        for part in exchange.everyones:
             total.add_(part, alpha=1 / processes.count)
         if processes.machines > 1:
-            dist.all_reduce(total, group=processes.across)
+            dist.all_reduce(total, group=processes.cross_machine_group)
         nbytes = run.share.nbytes
-        # what was sent has left; a copy may read this as long as it takes
-        each.staging.bytes[each.begin : each.begin + nbytes].view(run.sum_dtype).copy_(total)
-        if not self._exchanged[of_segment].is_held:
-            return self._routes.leave(of_segment, as_bytes(run.share), each.staging, each.begin)
+        # The gradients in this buffer were sent. Nothing else is written there while the copy below reads it.
+        staging.bytes[begin : begin + nbytes].view(run.sum_dtype).copy_(total)
+        if not self._exchanged[of_segment].adds_to_earlier:
+            return self._routes.download_part(of_segment, as_bytes(run.share), staging, begin)
         buffer = self._routes.landing.take(nbytes)
         landed = buffer.bytes[:nbytes]
-        ticket = self._routes.leave(of_segment, landed, each.staging, each.begin)
-        job = partial(add, run.share, landed.view(run.sum_dtype))
-        trace = self._window.backend.trace
-        return trace.work(Kind.ADD, of_segment.unit.name, Job(job, [ticket], 2 * nbytes, buffer.release))
+        ticket = self._routes.download_part(of_segment, landed, staging, begin)
+        addition = Job(partial(add, run.share, landed.view(run.sum_dtype)), [ticket], 2 * nbytes, buffer.release)
+        return self._window.backend.trace.work(Kind.ADD, of_segment.unit.name, addition)
 
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = ()) -> None:
-        """Tell others that a unit may be stepped when its sums have landed, as far as this process is concerned."""
+        """Tell the others, when this process's sums have landed, that it lets a unit be stepped."""
         sums, backend = self._exchanged[of_segment], self._window.backend
         number, box, counters = self._processes.passes, self._processes.box, sums.memory.counters
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
         if self._routes.measures_norms and box.is_keeper:  # once for all processes
-            measured = sums.present
-            tickets.append(Reached(box, counters[1:], number))  # of the others
+            measured = sums.brought_anywhere
+            tickets.append(CounterTicket(box, counters[1:], number))  # the norms are of all shares
         land = partial(sums.land, number, measured)
-        own = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
-        # an error of its own is raised, and not waited for as if others were late
-        of_segment.wait_for(backend.work(Job(after=[own, Reached(box, counters, number)])))
+        own_share = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
+        # This process's own error is raised first, and not as if the others were late.
+        of_segment.set_ticket(backend.work(Job(after=[own_share, CounterTicket(box, counters, number)])))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
     def end_pass(self, named: Mapping[str, nn.Parameter]) -> None:
-        """End a pass of all processes; the gradients of other parameters, by their names, are averaged with it.
+        """End a pass of all processes, and average the `.grad` of other parameters, which are given by name.
 
         Raises:
             RuntimeError: A gradient is sparse.
@@ -276,15 +290,15 @@ class Averages:
                 others.update({weight.name: weight.master for weight in of_segment.segment.weights})
         gradients = {name: each.grad for name, each in others.items() if each.grad is not None}
         is_sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
-        brought = [each.weight.name for sums in self._exchanged.values() for each in sums.brought]
+        brought = [each.weight.name for sums in self._exchanged.values() for each in sums.brought_here]
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
-        known = self._processes.known
+        known = self._processes.trained_names
         before = len(known)
         known.update(*everyones_brought, *names)
         if len(known) > before:
-            self._routes.staging.release()  # which is as large as masters' dtypes took
+            self._routes.staging.release()  # buffers were as large as gradients in the masters' dtypes
         if any(are_sparse):
             raise RuntimeError(
                 "Sparse gradients are not averaged over processes. Let the layer have "
@@ -294,24 +308,24 @@ class Averages:
             self._processes.average(others[name] for name in sorted(set().union(*names)))
 
     def _adopt(self, brought: Collection[str] = ()) -> None:
-        """Take the sums for gradients that some process has `brought`, of units that were not stepped with them."""
+        """Make the sums the gradients of units that were not stepped in backward; `brought` are names of weights."""
         measures_norms = self._routes.measures_norms
         for of_segment in list(self._landing):
             sums = self._exchanged[of_segment]
-            sums.present = [
+            sums.brought_anywhere = [
                 gradient for gradient in of_segment.gradients
                 if gradient.tensor is not None or gradient.weight.name in brought
             ]  # fmt: skip
             self.pass_on(of_segment)
-            for gradient in sums.present:
+            for gradient in sums.brought_anywhere:
                 norm = sums.norms[gradient] if measures_norms else None
-                gradient.come(sums.places[gradient], norm)
+                gradient.set_tensor(sums.sum_of[gradient], norm)
         self._exchanged = {}
         self._has_begun = False
 
     def abandon_pass(self) -> None:
-        """Have others not wait for this process's part of a pass that an exception has ended."""
-        # its error was raised already, or is due to the exception
+        """Complete this process's part of a pass after an exception: the others wait for it."""
+        # An error here was raised already, or is due to the exception.
         with contextlib.suppress(Exception):
             self._begin_pass()
             self.send_rest()

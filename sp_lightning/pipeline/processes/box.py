@@ -1,4 +1,4 @@
-"""The processes of one machine, which have masters and the copies that are sent in one copy, in memory that they share.
+"""The processes of one machine: masters, and the copies that are sent, exist once, in memory that they share.
 
 The first of them, the *keeper*, makes each piece of memory without a name (`memfd_create`), and the others open it
 through the keeper's entry in /proc. So nothing lies in /dev/shm, whose size containers limit, and nothing is left when
@@ -24,8 +24,8 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import readable_bytes
 
 _COUNTER_BYTES = 64  # of each process, behind the shared memory: a cache line
-_PAUSE = 50e-6  # seconds between two looks at what another process has done
-_LOOK_FOR_OTHERS = 0.2  # seconds between two looks whether all processes live
+_PAUSE = 50e-6  # seconds between two looks at another process's counter
+_SECONDS_BETWEEN_CHECKS = 0.2  # seconds between two checks whether all processes are alive
 
 
 class Box:
@@ -39,9 +39,9 @@ class Box:
         self.is_keeper = self.rank == 0
         self._group = group
         self._timeout = timeout.total_seconds()
-        self.failure: RuntimeError | None = None  # why the others cannot be waited for any more
-        self._look = 0.0  # when to look next whether all live
-        self._processes: list[Path] = []  # what the system tells of each
+        self.failure: RuntimeError | None = None  # why this process cannot wait for the others any more
+        self._next_check = 0.0  # when to check next whether all processes are alive
+        self._processes: list[Path] = []  # the entry in /proc of each process
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
 
     def share(self, nbytes: int, names: Sequence[str]) -> SharedMemory:
@@ -54,29 +54,29 @@ class Box:
             RuntimeError: If another process asks for other memory.
         """
         size = (-(-nbytes // _COUNTER_BYTES) + self.count) * _COUNTER_BYTES
-        place = failed = ""
+        path = why_failed = ""
         file = None
         if self.is_keeper:
             try:
                 file = _new_file(size)
-                place = f"/proc/{os.getpid()}/fd/{file}"
+                path = f"/proc/{os.getpid()}/fd/{file}"
             except OSError as error:
-                failed = str(error)
-        everyones = self.gather((list(names), nbytes, place, failed))
-        if not all(isinstance(each, tuple) for each in everyones):
+                why_failed = str(error)
+        everyones = self.gather((list(names), nbytes, path, why_failed))
+        if not all(isinstance(request, tuple) for request in everyones):
             raise RuntimeError("Another process of this machine could not place its weights; see its error.")
-        wanted, size_there, place, failed = everyones[0]
-        if failed:
-            raise OSError(failed)
-        for index, (others, others_size, _, _) in enumerate(everyones):
-            if (others, others_size) != (wanted, size_there):
+        keeper_names, keeper_nbytes, path, why_failed = everyones[0]
+        if why_failed:
+            raise OSError(why_failed)
+        for rank, (other_names, other_nbytes, _, _) in enumerate(everyones):
+            if (other_names, other_nbytes) != (keeper_names, keeper_nbytes):
                 raise RuntimeError(
-                    f"Processes 0 and {index} of this machine place their weights differently: "
-                    f"{wanted[:1]} and {others[:1]} come next. Freeze, add or convert the same "
+                    f"Processes 0 and {rank} of this machine place their weights differently: "
+                    f"{keeper_names[:1]} and {other_names[:1]} come next. Freeze, add or convert the same "
                     "weights in all processes."
                 )
         try:
-            memory = _open(place, size)
+            memory = _open(path, size)
         except RuntimeError as error:
             raise OSError(
                 "The processes of this machine cannot share memory: they have to run in one "
@@ -89,7 +89,7 @@ class Box:
         return SharedMemory(self, names, memory[:nbytes], counters.view(self.count, -1)[:, 0])
 
     def gather(self, own: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Return what each process, or each of another group, has given, by their ranks, when all have."""
+        """Gather an object from each process, or from each one of another group, in the order of their ranks."""
         group = group or self._group
         everyones: list[Any] = [None] * dist.get_world_size(group)
         try:
@@ -106,10 +106,10 @@ class Box:
                 raise self.failure
 
     def wait_briefly(self, since: float) -> None:
-        """Give the others a moment, and note whether they have failed, or were waited for too long."""
+        """Give the others a moment; note a failure if one of them has ended, or the wait was too long."""
         now = time.monotonic()
-        if now >= self._look:
-            self._look = now + _LOOK_FOR_OTHERS
+        if now >= self._next_check:
+            self._next_check = now + _SECONDS_BETWEEN_CHECKS
             self._check_alive()
         if now > since + self._timeout:
             self.failure = RuntimeError(
@@ -124,7 +124,7 @@ def _new_file(nbytes: int) -> int:
     """Make a file of memory without a name."""
     file = os.memfd_create("superpipeline", os.MFD_CLOEXEC)
     try:
-        # now: a page that cannot be had later would end the process
+        # All pages are allocated now: a page that is missing later would end the process.
         os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
         os.close(file)
@@ -132,9 +132,9 @@ def _new_file(nbytes: int) -> int:
     return file
 
 
-def _open(place: str, nbytes: int) -> Tensor:
+def _open(path: str, nbytes: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.from_file(place, shared=True, size=nbytes, dtype=torch.uint8)
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def has_ended(status: Path) -> bool:
@@ -146,14 +146,14 @@ def has_ended(status: Path) -> bool:
 
 
 class SharedMemory:
-    """A piece of memory that all processes have.
+    """A piece of memory that all processes of a machine share.
 
     Attributes:
         box: The processes.
-        names: The weights that it is for.
+        names: The names of the weights that it is for.
         bytes: The memory.
-        counters: How far each process has come with it.
-        generation: The number of the masters that will lie in it when all is done that this process has asked for.
+        counters: For each process, the last generation that it has published.
+        generation: The generation of the memory when all work that this process has submitted is done.
     """
 
     def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counters: Tensor) -> None:
@@ -163,17 +163,17 @@ class SharedMemory:
         self.generation = 0
         self.counters = counters
 
-    def reach(self, number: int) -> None:
-        """Tell the others that this process has come so far."""
+    def publish(self, number: int) -> None:
+        """Tell the others that this process has published a generation."""
         self.counters[self.box.rank] = number
 
-    def reached(self, number: int) -> Ticket:
-        """Return a ticket that is done when the keeper has come so far."""
-        return Reached(self.box, self.counters[:1], number)
+    def when_published(self, number: int) -> Ticket:
+        """Return a ticket that is done when the keeper has published a generation."""
+        return CounterTicket(self.box, self.counters[:1], number)
 
 
-class Reached(Ticket):
-    """A ticket that is done when counters in memory that processes share have all come to a number."""
+class CounterTicket(Ticket):
+    """A ticket that is done when all of these counters, in memory that processes share, have reached a number."""
 
     def __init__(self, box: Box, counters: Tensor, number: int) -> None:
         self._box = box

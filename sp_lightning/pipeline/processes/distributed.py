@@ -1,7 +1,7 @@
-"""The processes that train the same model: what the first gives to all, their steps, and what crosses machines.
+"""The processes that train the same model: broadcasts of the first one, their steps, and groups across machines.
 
-Those of one machine share memory (box.py). Gradients are averaged over all as these leave the device (averages.py);
-those that are a parameter's own `.grad`, as of parameters that live on the device, when backward has ended.
+The processes of one machine share memory (box.py). Gradients are averaged over all processes on their way from the
+device (averages.py). Gradients in a parameter's own `.grad` are averaged when backward has ended.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class Processes:
         timeout: How long one waits for the others.
 
     Attributes:
-        box: Those of this machine, which share one copy of the model in CPU memory.
+        box: The processes of this machine, which share one copy of the model in CPU memory.
     """
 
     def __init__(self, on_this_machine: int, timeout: timedelta = default_pg_timeout) -> None:
         self.count = dist.get_world_size()
         self.machines = self.count // on_this_machine
         ranks = torch.arange(self.count).view(self.machines, on_this_machine)
-        # those of this machine, those of equal rank on all machines, and all
-        self.beside = _group(ranks.tolist(), timeout)
-        self.across = _group(ranks.T.tolist(), timeout)
-        self._everyone = self.beside
+        # The processes of this machine, those of equal rank on all machines, and all processes.
+        self.machine_group = _group(ranks.tolist(), timeout)
+        self.cross_machine_group = _group(ranks.T.tolist(), timeout)
+        self._world_group = self.machine_group
         if self.machines > 1:
-            self._everyone = _group([list(range(self.count))], timeout)
-        self.box = Box(self.beside, timeout)
-        # whether averages are complete when a backward ends, with those of earlier ones; if not, more is added up
+            self._world_group = _group([list(range(self.count))], timeout)
+        self.box = Box(self.machine_group, timeout)
+        # Whether gradients are averaged when a backward ends. If not, later backward passes add to them first.
         self.averages = True
-        self.trains = True  # whether the steps of all processes belong together; not in evaluation
-        self.passes = 0  # number of backward passes of all processes
-        self.steps = 0  # number of optimizer steps taken while gradients were averaged
-        self.known: set[str] = set()  # names of weights that had a gradient in some process
+        self.trains = True  # whether the steps of all processes belong together; they do not in evaluation
+        self.passes = 0  # the number of backward passes of all processes
+        self.steps = 0  # the number of optimizer steps taken while gradients were averaged
+        self.trained_names: set[str] = set()  # the names of weights that had a gradient in any process
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -64,8 +64,8 @@ class Processes:
         """
         self.steps = 0
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-        everyones = self.gather(own)
+        own_model = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        everyones = self.gather(own_model)
         for rank, others in enumerate(everyones):
             for ours, theirs in zip_longest(everyones[0], others):
                 if ours != theirs:
@@ -78,17 +78,17 @@ class Processes:
         if self.box.is_keeper and self.machines > 1:
             for weight in module.parameters():
                 for part in parts_of(weight):
-                    _broadcast(part, self.across)
+                    _broadcast(part, self.cross_machine_group)
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give all processes the first one's values, on the CPU or on the GPU."""
+        """Give the first process's values to all processes, on the CPU or on the GPU."""
         for tensor in tensors:
-            _broadcast(tensor, self._everyone)
+            _broadcast(tensor, self._world_group)
 
     def gather(self, own: Any) -> list[Any]:
-        """Return what each process of all machines has given, in the order of their ranks."""
-        return self.box.gather(own, self._everyone)
+        """Gather an object from each process of all machines, in the order of their ranks."""
+        return self.box.gather(own, self._world_group)
 
     @property
     def owner(self) -> int:
@@ -96,26 +96,26 @@ class Processes:
         return dist.get_rank() - self.box.rank
 
     @property
-    def plans(self) -> bool:
+    def is_planner(self) -> bool:
         """Whether this process plans for all, which is so while their steps belong together."""
         return self.trains and dist.get_rank() == 0
 
     @torch.no_grad()
     def share(self, state: Any) -> Any:
-        """Return the first process's state of a weight, which is in CPU memory, in all processes."""
+        """Return the first process's optimizer state of a weight, which is in CPU memory, in all processes."""
         holder = [tree_map_only(Tensor, partial(torch.empty_like, device="meta"), state)]
-        dist.broadcast_object_list(holder, 0, group=self._everyone)
+        dist.broadcast_object_list(holder, 0, group=self._world_group)
         if dist.get_rank() != 0:
             state = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), holder[0])
-        self.broadcast(each for each in tree_leaves(state) if isinstance(each, Tensor))
+        self.broadcast(leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
         return state
 
     def begin_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Wait until all processes have come to the step, as one of each machine takes it for all.
+        """Wait until all processes have come to the step, which one process of each machine takes for all.
 
         Raises:
-            RuntimeError: This cannot be a step of all, or they have taken different numbers of steps.
-            ValueError: The optimizer cannot be one that steps shared weights.
+            RuntimeError: This is a step in an evaluation, or processes have taken different numbers of steps.
+            ValueError: The optimizer cannot step shared weights.
         """
         if self.averages and self.trains:
             self.steps += 1
@@ -125,7 +125,7 @@ class Processes:
                 f"{name} updates weights in an evaluation step. Each process does so separately, but the "
                 "processes of this machine share the weights. Use `Trainer(devices=1)`."
             )
-        # not with this module, as it imports FSDP, which takes a second
+        # It is imported here, as it imports FSDP, which takes a second.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         if isinstance(optimizer, torch.optim.LBFGS | ZeroRedundancyOptimizer):
@@ -137,7 +137,7 @@ class Processes:
         self.gather_in_step(None)
 
     def gather_in_step(self, own: Any) -> list[Any]:
-        """Gather what each process gives at the same moment of a step.
+        """Gather an object from each process at the same moment of a step.
 
         Raises:
             RuntimeError: The processes have taken different numbers of optimizer steps.
@@ -153,31 +153,31 @@ class Processes:
 
     @torch.no_grad()
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average the `.grad` of parameters, the same in all processes; that of a process without one is zero.
+        """Average the `.grad` of parameters, the same in all processes; a process without one has zeros.
 
-        They may contain averages of earlier backward passes, which are the same in all processes, so that they stay.
+        A `.grad` may contain averages of earlier backward passes: these are equal in all processes, so they stay.
         """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             average = parameter.grad.contiguous().mul_(1 / self.count)
-            dist.all_reduce(average, group=self._everyone)
+            dist.all_reduce(average, group=self._world_group)
             if average is not parameter.grad:
                 parameter.grad.copy_(average)
 
 
 def _group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Make groups of ranks, and return this process's, which sends tensors on the host and on the device."""
+    """Make groups of ranks, and return the one of this process; it sends tensors on the host and on the device."""
     backend = dist.get_backend_config()
     if "cpu" not in backend:
         backend = f"cpu:gloo,{backend}"
-    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
-    return cast("dist.ProcessGroup", own)
+    own_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
+    return cast("dist.ProcessGroup", own_group)
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
     values = tensor.detach().reshape(-1).contiguous()
-    # as bytes: groups cannot send every dtype
+    # It is sent as bytes: groups cannot send every dtype.
     dist.broadcast(values.view(torch.uint8), 0, group=group)
     if dist.get_rank() != 0:
         tensor.copy_(values.view(tensor.shape))

@@ -14,24 +14,25 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 
-_ALIGNMENT = 64  # elements: so weights and shares are aligned in any dtype
+_ALIGNMENT = 64  # elements; this aligns weights and shares in any dtype
 
 
-class Run:
-    """Gradients that lie one behind the other.
+class GradientRun:
+    """Gradients of one dtype, to masters of one dtype, that lie one behind the other.
 
     Attributes:
         dtype: The dtype in which they are expected to come.
         sum_dtype: The dtype of their sums, which is the masters'.
-        numel: Elements in all, which all processes have equal shares of.
-        share: This process's share of their sums.
+        numel: The number of all elements; each process has an equal share of them.
+        share: This process's share of the sums.
     """
 
     share: Tensor
 
     def __init__(self, gradients: Sequence[Gradient], processes: int) -> None:
         weight = gradients[0].weight
-        self.dtype, self.sum_dtype = gradients[0].expected_dtype, weight.dtype
+        self.dtype = gradients[0].expected_dtype
+        self.sum_dtype = weight.dtype
         self._begins: dict[Gradient, int] = {}
         end = 0
         for gradient in gradients:
@@ -51,56 +52,58 @@ class SharedSums:
     """The sums of the gradients of a segment whose masters lie in shared memory.
 
     Attributes:
-        memory: Where they lie.
-        runs: The runs that the gradients come in.
-        places: The sum of each.
+        memory: The memory of the sums.
+        runs: The runs of the gradients.
+        sum_of: The sum of each gradient.
         norms: The norm of each sum, where it was measured.
-        brought: What this process has brought in this backward pass.
-        present: Those that any process has brought a part of.
-        is_held: Whether the next gradients are added to what is there.
-        come_as_expected: Whether those of this pass come in the expected dtypes, in all processes.
+        brought_here: The gradients that this process has brought in this backward pass.
+        brought_anywhere: The gradients that any process has brought.
+        adds_to_earlier: Whether the next gradients are added to earlier sums.
+        come_as_expected: Whether gradients of this pass come in the expected dtypes, in all processes.
     """
 
     def __init__(self, of_segment: SegmentGradients) -> None:
-        gradients, masters = of_segment.gradients, of_segment.segment.memory
+        gradients = of_segment.gradients
+        masters = of_segment.segment.memory
         assert masters.shared is not None
         box = masters.shared.box
         alike: dict[tuple[torch.dtype, torch.dtype], list[Gradient]] = {}
         for gradient in gradients:
             dtypes = gradient.expected_dtype, gradient.weight.dtype
             alike.setdefault(dtypes, []).append(gradient)
-        self.runs = [Run(each, box.count) for each in alike.values()]
+        self.runs = [GradientRun(of_dtypes, box.count) for of_dtypes in alike.values()]
         sizes = [run.numel * run.sum_dtype.itemsize for run in self.runs]
         sizes.append(len(gradients) * torch.float32.itemsize)
         begins, nbytes = lay_out(sizes)
-        # whose counters tell the last pass of which each process has its share there
-        memory = masters.get_beside("sums", nbytes, pin=True, together=True).shared
+        # Its counters have, for each process, the last pass whose share has landed.
+        memory = masters.get_companion("sums", nbytes, pin=True, together=True).shared
         assert memory is not None
         self.memory = memory
-        lying = zip(begins, sizes, strict=True)
-        *sums, norms = [memory.bytes[begin : begin + size] for begin, size in lying]
-        self.places: dict[Gradient, Tensor] = {}
-        for run, own in zip(self.runs, sums, strict=True):
-            self.places.update(run.views(own, run.sum_dtype))
-            run.share = own.view(run.sum_dtype).view(box.count, -1)[box.rank]
+        spans = zip(begins, sizes, strict=True)
+        *run_memories, norms = [memory.bytes[begin : begin + size] for begin, size in spans]
+        self.sum_of: dict[Gradient, Tensor] = {}
+        for run, run_memory in zip(self.runs, run_memories, strict=True):
+            self.sum_of.update(run.views(run_memory, run.sum_dtype))
+            run.share = run_memory.view(run.sum_dtype).view(box.count, -1)[box.rank]
         self.norms = dict(zip(gradients, norms.view(torch.float32).unbind(), strict=True))
-        self.brought: list[Gradient] = []
-        self.present: list[Gradient] = []
-        self.is_held = self.come_as_expected = False
+        self.brought_here: list[Gradient] = []
+        self.brought_anywhere: list[Gradient] = []
+        self.adds_to_earlier = False
+        self.come_as_expected = False
 
     # A pass of all processes has a number, which is the same in all.
 
     def land(self, number: int, measured: Collection[Gradient]) -> None:
-        """Tell the others that this process's share has landed, and that it reads none of the masters any more.
+        """Tell the others that this process's share has landed, and that the process no longer reads the masters.
 
-        Where it measures norms for all, it does so before.
+        If it measures norms for all processes, it does so first.
         """
         for gradient in measured:
-            self.norms[gradient].copy_(torch.linalg.vector_norm(self.places[gradient]))
-        self.memory.reach(number)
+            self.norms[gradient].copy_(torch.linalg.vector_norm(self.sum_of[gradient]))
+        self.memory.publish(number)
 
     def fail_unless_landed(self, number: int) -> None:
-        """Have nobody here wait for the shares of all if this process's could not land."""
+        """Note a failure if this process's share could not land: nobody here must wait for the others' then."""
         box = self.memory.box
         if self.memory.counters[box.rank] < number:
             box.failure = RuntimeError(

@@ -108,7 +108,7 @@ class Unit:
         # an optimizer's work on the masters; None if there is none, or once it is known to be done
         self.being_stepped: Ticket | None = None
         # whether optimizer steps are made on the device, to which state comes for them
-        self.visits = False
+        self.updates_on_device = False
         # a step on the device that has not begun: it brings new weights if it begins as the unit is loaded
         self.pending_device_step: StepOnDevice | None = None
         # whether the unit was stepped in backward, and `step()` is still to be called: nobody can read its weights
@@ -139,9 +139,9 @@ class Unit:
         self.uploads.clear()
         self.fingerprint = None
         for segment in self.segments:
-            segment.lying = NOTHING
+            segment.epoch_on_device = NOTHING
 
-    def lie_in(self, place: Tensor) -> None:
+    def set_place(self, place: Tensor) -> None:
         """Have it copied to this device memory, and its weights' twins lie there."""
         assert self.residency is Residency.ABSENT, self.name
         self.place = place
@@ -151,7 +151,7 @@ class Unit:
             segment.place = place[begin : begin + segment.nbytes]
             begin += segment.nbytes
             for weight, data in segment.views():
-                weight.twin.lie_in(self, data)
+                weight.twin.set_place(self, data)
 
     def leave_place(self) -> None:
         """Let go of the device memory; nothing is left there, nor in what twins graphs have besides."""
@@ -162,7 +162,7 @@ class Unit:
         for weight in self.weights:
             weight.leave_device(self)
 
-    def send(self, segments: Sequence[Segment], pin: bool = True) -> None:
+    def set_segments(self, segments: Sequence[Segment], pin: bool = True) -> None:
         """Have the unit copied from this host memory, pinned if that is possible."""
         for segment in segments:
             segment.prepare(pin)
@@ -259,9 +259,9 @@ class Member:
             if entry.parameters.get(entry.key) is master:
                 entry.parameters[entry.key] = twin.parameter
                 entry.has_leaf = True
-                if entry.weight.places == 0 and entry.weight.leaf_departs:
+                if entry.weight.leaf_count == 0 and entry.weight.leaf_departs:
                     twin.parameter.__class__ = entry.weight.leaf_class
-                entry.weight.places += 1
+                entry.weight.leaf_count += 1
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
             module._flat_weights = [present[id(weight)] for weight in weights]
@@ -276,8 +276,8 @@ class Member:
             current = entry.parameters.get(entry.key)
             if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.other_twins):
                 entry.parameters[entry.key] = weight.master
-            weight.places -= 1
-            if weight.places == 0 and weight.leaf_departs:
+            weight.leaf_count -= 1
+            if weight.leaf_count == 0 and weight.leaf_departs:
                 weight.twin.parameter.__class__ = DepartedLeaf
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
@@ -304,7 +304,7 @@ class Member:
 
     def find_needed(self) -> None:
         """Determine which weights have to be on the device for its call, and with them which units."""
-        self.entries = [entry for entry in self.every_entry if not entry.weight.lives]
+        self.entries = [entry for entry in self.every_entry if not entry.weight.stays_on_device]
         self.needed = list(dict.fromkeys(entry.weight.twin.unit for entry in self.entries))
 
 

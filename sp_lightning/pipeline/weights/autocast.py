@@ -82,26 +82,26 @@ class Autocasts:
     """The dtypes that autocast casts to where modules are called, by their names ([Note: autocast of each module])."""
 
     def __init__(self) -> None:
-        self.default: torch.dtype | None = None  # of modules that were not noted
-        self.noted: dict[str, torch.dtype | None] = {}  # as last seen, of modules that were called under another one
-        # modules that are called under several in one step, or in several processes: they count as being under none
+        self.default: torch.dtype | None = None  # the dtype for modules that are not in `noted`
+        self.noted: dict[str, torch.dtype | None] = {}  # the last dtype of modules that were called under another one
+        # Modules that were called under several dtypes, in one step or in several processes: they count as under none.
         self.mixed: set[str] = set()
 
     def common(self, names: Iterable[str]) -> torch.dtype | None:
         """Return the dtype that calls of these modules cast to; None if they have none in common.
 
-        A module that was not noted counts only if none was: it may be called by its parts alone.
+        A module that is not noted counts only if none is: maybe its parts are called, and the module is not.
         """
         dtypes = {self.noted[name] for name in names if name in self.noted} or {self.default}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def mix(self, name: str) -> None:
-        """Note that a module is called under several."""
+        """Note that a module is called under several dtypes."""
         self.mixed.add(name)
         self.noted[name] = None
 
     def switch(self, before: torch.dtype | None, after: torch.dtype | None, seen: Collection[str]) -> None:
-        """Expect modules that were called under one dtype under another, but for those `seen` in this step."""
+        """Expect another dtype for modules that had `before`, except for those `seen` in this step."""
         for name in seen:
             self.noted.setdefault(name, self.default)
         for name, dtype in self.noted.items():
@@ -119,12 +119,12 @@ class Autocasts:
 
 
 class Casts:
-    """What is known of how autocast uses weights, from attach to detach; masters are known by identity."""
+    """Records how autocast uses weights, from attach to detach; it knows masters by their identities."""
 
     def __init__(self) -> None:
         self.lowered: set[int] = set()  # masters that autocast casts
-        self.used_as_is: set[int] = set()  # masters that are used in their own dtype, be it besides
-        self.has_news = False  # whether a step has shown another one that can be sent lowered
+        self.used_as_is: set[int] = set()  # masters that are used in their own dtype, alone or besides a cast
+        self.has_news = False  # whether a step has shown that a weight is better sent in another dtype
         self._probe: nn.Parameter | None = None
 
     def choose_dtypes(
@@ -133,7 +133,7 @@ class Casts:
         sent_together: Iterable[Sequence[Weight]],
         autocasts: Mapping[Weight, torch.dtype],
     ) -> None:
-        """Decide which weights are sent in autocast's dtype, and of which a step has to show how they are used.
+        """Decide which weights are sent in autocast's dtype, and which ones have to be watched in a step.
 
         `autocasts` has the dtype for each weight whose modules are called under autocast.
         """
@@ -145,16 +145,17 @@ class Casts:
             watched = [weight for weight in watched if weight.dtype is torch.float32]
             casts = [weight for weight in watched if id(weight.master) in self.lowered]
             are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in weights)
-            for weight in casts if are_many else ():  # else most would be copied for the sake of a few
-                weight.compute_dtype = autocasts[weight]
+            if are_many:  # otherwise most weights would be copied for the sake of a few
+                for weight in casts:
+                    weight.compute_dtype = autocasts[weight]
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 
-    def note(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
-        """Note that autocast casts a weight: if that is all that it is used for, it is sent lowered from then on.
+    def note_cast(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
+        """Note that autocast casts a weight. If nothing else uses it, it is sent lowered from then on.
 
-        Return the leaf to cast, whose gradients all come out of this cast: of another twin, which `follow` gets, if
-        gradients of another cast come to this one's.
+        Return the leaf to cast, which gets the gradients of this cast alone. If the twin's leaf has those of another
+        cast, this is the leaf of a new twin, which `follow` gets.
         """
         master, leaf = id(weight.master), weight.twin.parameter
         if builds_graph or not weight.master.requires_grad:
@@ -174,10 +175,10 @@ class Casts:
         return weight.casts.setdefault(cast, leaf)
 
     def _cast_in_cache(self, device: torch.device) -> object:
-        """Return what is the same for as long as autocast has one cast of each weight: no other without its cache.
+        """Return an object that is the same for as long as autocast's cache has one cast of each weight.
 
-        With it, it has one until its outermost scope ends, and nothing tells of that. So a parameter of our own is
-        cast, too: the node of its cast is the same as long as that is in the cache.
+        Without the cache each cast is another. With it, a cast stays until autocast's outermost scope ends, and nothing
+        tells of that. So a parameter of our own is cast, too: the node of its cast is the same as long as the cache is.
         """
         if not torch.is_autocast_cache_enabled():
             return object()
@@ -190,7 +191,7 @@ class Casts:
 
 
 def weights_of_cast_layers(module: nn.Module) -> set[int]:
-    """Return the identities of weights that belong to one layer each, of which torch's own forward is known."""
+    """Return the identities of weights that one layer owns, and whose layer has torch's own forward."""
     owners = Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
     layers = [part for part in module.modules() if part.__class__ in _CAST_LAYERS and "forward" not in vars(part)]
     own = {id(weight) for layer in layers for weight in layer._parameters.values() if weight is not None}
@@ -237,23 +238,23 @@ class LoweredParameter(EagerLeaf):
             backward_does_it = isinstance(func, OpOverload) and in_backward()
             if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
                 return func(*args, **kwargs)
-            is_casting = func in CASTING and "out" not in kwargs  # which autocast leaves alone
+            is_casting = func in CASTING and "out" not in kwargs  # autocast leaves operations with `out` alone
             leaves = list(instances_in((args, kwargs), cls))
-            right = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
+            operands = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
             has_others = not set(types) <= {cls, Tensor}  # masters of another model, say
-            if not has_others and all(right[id(leaf)] is leaf for leaf in leaves):
+            if not has_others and all(operands[id(leaf)] is leaf for leaf in leaves):
                 return func(*args, **kwargs)
             for leaf in leaves:
-                # the operation is asked again: another cast would get a leaf of its own once more
+                # The operation is dispatched again. Without a view, another cast would get a leaf of its own then.
                 if has_others or leaf.weight.lowered:
-                    right[id(leaf)] = right[id(leaf)].view_as(leaf)
-            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: right.get(id(leaf), leaf))
+                    operands[id(leaf)] = operands[id(leaf)].view_as(leaf)
+            args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: operands.get(id(leaf), leaf))
         return func(*args, **kwargs)
 
     def _to_cast(self) -> nn.Parameter:
-        """Return what autocast is to cast: a leaf whose gradients all come out of this cast, or the weight as it is.
+        """Return the operand for autocast's cast: a leaf that gets the gradients of this cast alone, or the weight.
 
-        What runs again in backward for what it saves does as before; a reentrant checkpoint builds a graph there.
+        A second forward in backward, which saves tensors, casts as the first did. Reentrant checkpoints build graphs.
         """
         weight, guard = self.weight, self.weight.guard
         dtype = autocast_dtype(self.device.type)

@@ -1,6 +1,6 @@
-"""Memory for tensors that travel together: how they are laid out in it, and the host's page-aligned buffers.
+"""Memory for tensors that are sent together: their layout, and page-aligned buffers on the host.
 
-Everything that is copied between host and device lies in one of these buffers: weights, gradients, activations.
+All weights, gradients and activations that are copied between host and device lie in such buffers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HostBuffer:
     def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | SharedMemory | None = None) -> None:
         self._wiped: mmap.mmap | None = None
         self.pinned = False
-        self.shared: SharedMemory | None = None  # what processes share of it
+        self.shared: SharedMemory | None = None  # the memory, if processes share it
         if isinstance(memory, SharedMemory):
             self.shared = memory
             memory = memory.bytes
@@ -97,10 +97,10 @@ class HostBuffer:
                 self._wiped = pages
             with torch.inference_mode(False):
                 memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        self.bytes: Tensor = memory  # empty once it was released
-        self.nbytes = memory.nbytes  # its size, also after that
-        # for copies and gradients of these, by what it is for
-        self.beside: dict[str, HostBuffer] = {}
+        self.bytes: Tensor = memory  # the memory; empty once it was released
+        self.nbytes = memory.nbytes  # the size, which stays when the memory is released
+        # Buffers beside the masters: for their copies, gradients and optimizer state, by purpose.
+        self.companions: dict[str, HostBuffer] = {}
         self._backend = backend
         if pin:
             self.pin()
@@ -108,7 +108,7 @@ class HostBuffer:
     def pin(self) -> None:
         """Pin the memory, if the backend does and it is possible."""
         if self._backend.pins and not self.pinned and self.nbytes:
-            self.pinned = True  # if an interrupt has waited for the system, it may be
+            self.pinned = True  # an interrupt may come when the system has pinned it already
             self.pinned = self._backend.pin(self.bytes)
 
     def unpin(self) -> None:
@@ -118,33 +118,33 @@ class HostBuffer:
             self.pinned = False
 
     def release(self) -> None:
-        """Unpin the memory, share it with forked processes again, and let go of it, and of all beside it.
+        """Unpin the memory, share it with forked processes again, and release it and its companions.
 
-        It lives as long as another tensor lies in it. Whoever still has this object, as parts of cycles do until the
-        garbage collector comes, does not keep the memory.
+        Tensors in the memory keep it. This object does not, though reference cycles may keep the object until the
+        garbage collector comes.
         """
-        for purpose in list(self.beside):
-            self.release_beside(purpose)
+        for purpose in list(self.companions):
+            self.release_companion(purpose)
         self.unpin()
         if self._wiped is not None:
             _advise(self._wiped, _KEEP_ON_FORK)
         self._wiped = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def get_beside(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:
-        """Return memory beside that of weights, which stays, wherever these are placed, for as many bytes.
+    def get_companion(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:
+        """Return a buffer of this size beside the weights; it stays when weights are placed again.
 
-        If it is had `together`, the processes that share the weights share this, too.
+        If it is had `together`, the processes that share the weights share it, too.
         """
-        if purpose not in self.beside or self.beside[purpose].nbytes != nbytes:
-            self.release_beside(purpose)
+        if purpose not in self.companions or self.companions[purpose].nbytes != nbytes:
+            self.release_companion(purpose)
             shared: SharedMemory | None = None
             if together and self.shared is not None:
                 shared = self.shared.box.share(nbytes, self.shared.names)
-            self.beside[purpose] = HostBuffer(nbytes, self._backend, pin, shared)
-        return self.beside[purpose]
+            self.companions[purpose] = HostBuffer(nbytes, self._backend, pin, shared)
+        return self.companions[purpose]
 
-    def release_beside(self, purpose: str) -> None:
-        """Let go of memory beside that of weights, if there is some for this purpose."""
-        if purpose in self.beside:
-            self.beside.pop(purpose).release()
+    def release_companion(self, purpose: str) -> None:
+        """Release the buffer beside the weights for this purpose, if there is one."""
+        if purpose in self.companions:
+            self.companions.pop(purpose).release()

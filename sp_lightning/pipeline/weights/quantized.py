@@ -94,7 +94,7 @@ class QuantizedWeight(Weight):
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return sum(part._version for part in parts_of(self.master)) + self.replacements
 
-    def adopt(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
+    def point_master_to(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
         """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
         places: list[Tensor] = []
         for part, offset in _offsets(parts_of(self.master)):
@@ -103,19 +103,19 @@ class QuantizedWeight(Weight):
         _lay(self.master, places)
         self.host = self.home = host
 
-    def receive(self, arrived: Tensor) -> None:
+    def write_to_master(self, arrived: Tensor) -> None:
         """Raise: nobody trains it."""
         raise _written(self)
 
-    def lies_in(self, memory: Tensor) -> bool:
+    def parts_are_in(self, memory: Tensor) -> bool:
         """Tell whether the parts of the master lie just where this tensor does."""
         start = memory.data_ptr()
         parts = _offsets(parts_of(self.master))
         return all(part.data_ptr() == start + offset for part, offset in parts)
 
-    def follow(self) -> int:
+    def locate_master(self) -> int:
         """Return its version, or raise if it was given other memory, a reason between steps to attach anew."""
-        if not self.lies_in(self.home):
+        if not self.parts_are_in(self.home):
             raise RuntimeError(
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "
                 "graph waits for its backward or before an optimizer's step. Do so between steps."
@@ -125,7 +125,7 @@ class QuantizedWeight(Weight):
     @property
     def is_converted(self) -> bool:
         """Whether the master was converted, given other memory, or made trainable."""
-        return self.master.requires_grad or not self.lies_in(self.home)
+        return self.master.requires_grad or not self.parts_are_in(self.home)
 
 
 def _written(weight: Weight) -> RuntimeError:

@@ -29,8 +29,8 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out,
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
-STAGING_BUFFERS = 2  # one is filled while the other leaves
-# of several processes: as many for what comes, and one for a share that is added up in fp32
+STAGING_BUFFERS = 2  # one is filled while the other is sent
+# Several processes need as many for gradients that they receive, and one for a share that is added up in fp32.
 STAGING_OF_SEVERAL = 2 * STAGING_BUFFERS + 1
 MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
 
@@ -38,39 +38,39 @@ MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients 
 class Segment:
     """Weights that lie together in host memory, and are sent in one copy."""
 
-    place: Tensor  # the device memory that it is copied to
+    place: Tensor  # the segment's place in device memory
 
     def __init__(self, weights: Sequence[Weight], memory: HostBuffer) -> None:
         self.weights = list(weights)
         self.epoch = 0  # grows with every change of a master; see [Note: epochs]
-        self.lying = NOTHING  # the epoch when what lies in its place was sent
-        self.memory = memory  # the memory that the masters lie in
-        # whether another process owns the masters, and this one has them, too
+        self.epoch_on_device = NOTHING  # the epoch of the weights in the segment's place
+        self.memory = memory  # the masters' memory
+        # Whether another process owns the masters, which this one shares.
         self.is_followed = memory.shared is not None and not memory.shared.box.is_keeper
-        self._versions: list[int] = []  # at the last look
+        self._versions: list[int] = []  # the versions of masters when they were last observed
         self._replacements = sum(weight.replacements for weight in self.weights)
-        # whether a master was changed by something else than a step, since this was last asked
+        # Whether something else than a step has changed a master, since processes last exchanged edits.
         self.is_edited = False
-        self._look()
+        self._observe_versions()
 
     def prepare(self, pin: bool) -> None:
-        """Have ready what is sent, in the dtypes in which weights are sent now."""
-        # where each weight begins in what is sent, and how much that is
+        """Prepare the memory that is sent, in the dtypes in which weights are sent now."""
+        # The offset of each weight in the memory that is sent, and the bytes of that memory.
         self.offsets, self.nbytes = lay_out([weight.compute_bytes for weight in self.weights])
-        # for each weight the copy that is sent; None where the master itself is
+        # For each weight, the copy that is sent; None where the master itself is sent.
         self.copies: list[Tensor | None] = [None] * len(self.weights)
-        # the memory that is sent: the same, or that of copies in the dtype that is sent
+        # The memory that is sent: the masters' memory, or that of copies in other dtypes.
         self.source = self.memory
         if any(weight.lowered for weight in self.weights):
             self.memory.unpin()
-            self.source = self.memory.get_beside("copies", self.nbytes, pin, together=True)
+            self.source = self.memory.get_companion("copies", self.nbytes, pin, together=True)
             self.copies = [
                 tensor_in(self.source.bytes, offset, weight.layout, weight.compute_dtype)
                 for weight, offset in zip(self.weights, self.offsets, strict=True)
             ]
         else:
             if self.memory.shared is None:
-                self.memory.release_beside("copies")
+                self.memory.release_companion("copies")
             if pin:
                 self.memory.pin()
         self.sends_copies = self.source is not self.memory
@@ -83,26 +83,27 @@ class Segment:
 
     # -------------------------------------------------------------------------------------------------- their changes
 
-    def check(self) -> None:
-        """Note changes of masters since the last look, as far as torch counts them (guard.py notes the others)."""
+    def detect_changes(self) -> None:
+        """Note changes of masters since they were last observed, if torch counts them (guard.py notes the others)."""
         before = self._versions
-        is_changed = self._look()
+        is_changed = self._observe_versions()
         if is_changed and self.is_followed:
             self._refuse_writes(before)
         if is_changed:
             self.note_edit()
 
     def note_written_back(self) -> None:
-        """Note that a master has got what lies on the device."""
-        self._look()
+        """Note that changes on the device were written back to a master."""
+        self._observe_versions()
         self.is_edited = True
 
-    def _look(self) -> bool:
-        """Look at masters, and tell whether these have changed since the last look, or may have.
+    def _observe_versions(self) -> bool:
+        """Observe the masters' versions, and tell whether masters may have changed since the last time.
 
-        Nothing is known of a master that has other memory than ours.
+        Nothing is known of a master that has other memory than the engine's.
         """
-        before, self._versions = self._versions, [weight.follow() for weight in self.weights]
+        before = self._versions
+        self._versions = [weight.locate_master() for weight in self.weights]
         return not self._is_at_home or self._versions != before
 
     @property
@@ -122,23 +123,23 @@ class Segment:
         self._replacements = replacements
 
     def note_edit(self) -> None:
-        """Note that masters have changed, or may be about to, by something else than a step."""
+        """Note that something else than a step has changed masters, or may do so."""
         self.is_edited = True
-        self.note_change()
+        self.advance_epoch()
 
-    def note_change(self) -> None:
-        """Note that masters have changed, or that an optimizer is about to step them."""
+    def advance_epoch(self) -> None:
+        """Begin the next epoch: masters have changed, or an optimizer is about to step them."""
         self.epoch += 1
 
     def note_stepped(self) -> None:
-        """Note that masters are as an optimizer's step has left them, and the copies that are sent like them."""
-        self._look()
+        """Note that an optimizer's step has updated the masters, and the copies that are sent."""
+        self._observe_versions()
         self._copied_epoch = self.epoch
 
     # ----------------------------------------------------------------------------------------------------- the copies
 
     def refresh_copies(self, stepped: Collection[Weight] = ()) -> None:
-        """Bring the copies that are sent up to date, but for those of weights that are stepped next, which follow."""
+        """Refresh the copies that are sent; the step that comes next writes those of `stepped` weights itself."""
         if not self.sends_copies or self._copied_epoch == self.epoch:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -148,18 +149,18 @@ class Segment:
         if not stepped:
             self._copied_epoch = self.epoch
 
-    def pieces(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what to send, with where it goes: all in one piece, unless masters lie elsewhere."""
+    def transfers(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the copies to issue, as targets and sources: one copy, unless masters lie in other memory."""
         if self.sends_copies or self._is_at_home:
             return [(self.place, self.source.bytes)]
-        pieces = []
+        transfers = []
         for weight, begin in zip(self.weights, self.offsets, strict=True):
             values = as_bytes(weight.host)
-            pieces.append((self.place[begin : begin + values.nbytes], values))
-        return pieces
+            transfers.append((self.place[begin : begin + values.nbytes], values))
+        return transfers
 
-    def piece_of(self, weight: Weight, backend: Backend) -> HostBuffer:
-        """Return the memory of one master, with the padding after it, as a buffer that is not pinned itself."""
+    def memory_of(self, weight: Weight, backend: Backend) -> HostBuffer:
+        """Return the memory of one master, with its padding, as a buffer that is not pinned itself."""
         begin = weight.home.data_ptr() - self.memory.bytes.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
         memory = self.memory.bytes[begin : begin + nbytes]
@@ -184,7 +185,7 @@ def written_by_follower(weight: Weight) -> RuntimeError:
 
 
 def sent_together(weights: Iterable[Weight]) -> list[list[Weight]]:
-    """Return what of these weights of a unit is sent together: the frozen ones, and the trained ones."""
+    """Divide a unit's weights into those that are sent together: the frozen ones, and the trained ones."""
     parts: dict[bool, list[Weight]] = {False: [], True: []}
     for weight in weights:
         parts[weight.master.requires_grad].append(weight)
@@ -192,11 +193,11 @@ def sent_together(weights: Iterable[Weight]) -> list[list[Weight]]:
 
 
 class HostMemory:
-    """The memory that masters lie in, and what lies beside it; masters that stay together do not move.
+    """The masters' memory, and the memory beside it. Masters that stay together do not move.
 
-    If processes share it, so is that of copies. It is made in all of them at the same moments, in the same order.
+    Where processes share masters, they share copies, too. All make their memory at the same moments, in one order.
 
-    An exception in the middle, such as a KeyboardInterrupt, leaves each master with its values where it was, or in
+    After an exception in the middle, such as a KeyboardInterrupt, each master has its values, where it was or in
     memory of which this object knows.
     """
 
@@ -205,9 +206,9 @@ class HostMemory:
         self._backend = backend
         self._box = box
         self._buffers: list[HostBuffer] = []
-        # where masters have been given memory, by their identities
+        # The address that each master was given, by the master's identity.
         self.addresses: dict[int, int] = {}
-        self._is_new = False  # whether some of it was made since values were waited for
+        self._is_new = False  # whether memory was made since this process last waited for values
 
     @property
     def is_shared(self) -> bool:
@@ -216,16 +217,18 @@ class HostMemory:
 
     @property
     def staging_buffers(self) -> int:
-        """As many buffers gradients on their way take on the device."""
+        """The number of buffers on the device for gradients on their way."""
         if self._box is None:
             return STAGING_BUFFERS
-        # alone on its machine, a process has all sums as its share, which may be twice as large as what comes
-        return STAGING_OF_SEVERAL if self._box.count > 1 else 2 * STAGING_OF_SEVERAL
+        if self._box.count > 1:
+            return STAGING_OF_SEVERAL
+        # A process that is alone on its machine has all sums as its share: twice the bytes of gradients, at most.
+        return 2 * STAGING_OF_SEVERAL
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes that lie beside masters for this purpose."""
-        beside = [buffer.beside.get(purpose) for buffer in self._buffers]
-        return sum(each.nbytes for each in beside if each is not None)
+        companions = [buffer.companions.get(purpose) for buffer in self._buffers]
+        return sum(companion.nbytes for companion in companions if companion is not None)
 
     def gather(self, weights: Sequence[Weight], segments: Sequence[Segment]) -> Sequence[Segment]:
         """Return the segments of a unit's weights: those that it has, if the same weights are still sent together."""
@@ -247,16 +250,18 @@ class HostMemory:
         copied = [weight.master.data for weight in weights]
         for weight, offset in zip(weights, offsets, strict=True):
             place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
-            # processes share all masters, also those that the user has given other memory
-            address = self.addresses.get(id(weight.master)) if self._box is None else None
-            weight.adopt(place, self._box is not None and not self._box.is_keeper, address)
-            weight.lives = False
+            if self._box is None:
+                weight.point_master_to(place, address=self.addresses.get(id(weight.master)))
+            else:  # processes share all masters, also those that the user has given other memory
+                weight.point_master_to(place, is_filled=not self._box.is_keeper)
+            weight.stays_on_device = False
         release(copied)
         return Segment(weights, memory)
 
     def keep(self, segments: Sequence[Segment]) -> None:
-        """Keep the memory of these segments, and release all other, in which no master lies any more."""
-        self.addresses = {id(each.master): each.home.data_ptr() for segment in segments for each in segment.weights}
+        """Keep the memory of these segments, and release all other memory, in which there are no masters any more."""
+        weights = [weight for segment in segments for weight in segment.weights]
+        self.addresses = {id(weight.master): weight.home.data_ptr() for weight in weights}
         kept = {segment.memory for segment in segments}
         for memory in [memory for memory in self._buffers if memory not in kept]:
             memory.release()
@@ -270,34 +275,37 @@ class HostMemory:
 
 
 class GradientLayout:
-    """A layout of gradients in memory: one behind the other, and then their norms, which travel with them.
+    """A layout of gradients in memory: one behind the other, and then their norms, which are sent with them.
 
     Attributes:
-        norms_at: Offset of the norms, in bytes.
-        nbytes: Bytes in all.
+        norms_at: The offset of the norms, in bytes.
+        nbytes: The bytes of gradients and norms.
     """
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
         self.dtypes = list(dtypes)
         shapes = [(weight.layout.size(), weight.layout.stride()) for weight in weights]
-        # what they look like, and not the weights, whose memory would stay as long as this
-        self._like = [torch.empty_strided(size, stride, device="meta") for size, stride in shapes]
-        sizes = [w.layout.numel() * dtype.itemsize for w, dtype in zip(weights, dtypes, strict=True)]
+        # Tensors of the same forms, and not the weights: these would keep their memory as long as this object.
+        self._forms = [torch.empty_strided(size, stride, device="meta") for size, stride in shapes]
+        sizes = [weight.layout.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
-        *self._offsets, self.norms_at = offsets
-        # the dtype in which torch would compute norms, that of the masters; None if it is not one that norms travel in
-        masters = {weight.dtype for weight in weights}
-        self.norm_dtype = masters.pop() if len(masters) == 1 and masters <= MEASURED else None
+        self._offsets = offsets[:-1]
+        self.norms_at = offsets[-1]
+        # Torch would compute norms in the masters' dtype; None if norms are not measured in that.
+        self.norm_dtype: torch.dtype | None = None
+        master_dtypes = {weight.dtype for weight in weights}
+        if len(master_dtypes) == 1 and master_dtypes <= MEASURED:
+            self.norm_dtype = master_dtypes.pop()
 
     def views(self, memory: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return bytes of `memory` as the gradients, and as their norms."""
-        lying = zip(self._offsets, self._like, self.dtypes, strict=True)
+        slots = zip(self._offsets, self._forms, self.dtypes, strict=True)
         norms = torch.empty(len(self.dtypes), device="meta")
-        gradients = [tensor_in(memory, offset, like, dtype) for offset, like, dtype in lying]
+        gradients = [tensor_in(memory, offset, form, dtype) for offset, form, dtype in slots]
         return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
 
 
 def gradient_bytes(weights: Iterable[Weight]) -> int:
-    """Return the bytes of the gradients of a unit's weights, as they are sent to the host, with their norms."""
+    """Return the bytes of the gradients of a unit's weights as they are sent to the host, and of their norms."""
     trained = [weight for weight in weights if weight.master.requires_grad]
     return GradientLayout(trained, [weight.compute_dtype for weight in trained]).nbytes

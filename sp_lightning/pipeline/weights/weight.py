@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _DATA: Any = Tensor.data
 USES_TO_WATCH = 2
-"""How many uses are watched for writes that torch does not count (see master_access.py), in each mode."""
+"""The number of uses in each mode that are watched for writes that torch does not count (see master_access.py)."""
 
 
 def used_in_backward(name: str) -> RuntimeError:
-    """Make the error for a use of the gradient of a weight that was stepped with it in backward."""
+    """Make the error for a use of a gradient with which its weight was already updated in backward."""
     return RuntimeError(
         f"The gradient of weight {name!r} was already used in backward, where the optimizer has updated its unit. "
         "To read or change gradients before `step()`, train with `overlap_optimizer=False`."
@@ -36,7 +36,7 @@ def used_in_backward(name: str) -> RuntimeError:
 
 
 def used_in_step(name: str, use: str) -> RuntimeError:
-    """Make the error for a use of a weight's gradient that an optimizer's step has used, and that is gone."""
+    """Make the error for a use of a gradient that is gone, because an optimizer's step has used it."""
     return RuntimeError(
         f"The gradient of weight {name!r} was used in an optimizer's step, and was not zeroed since. Now "
         f"{use}. Plain training would use that gradient again, but superpipeline has dropped it. Call "
@@ -45,7 +45,7 @@ def used_in_step(name: str, use: str) -> RuntimeError:
 
 
 def outdated_graph_error(what: str) -> RuntimeError:
-    """Make the error for a backward that needs a weight, or a unit, which is elsewhere by now."""
+    """Make the error for a backward that needs a weight or a unit in a place that it has left."""
     return RuntimeError(
         f"Backward needs {what} of a graph that was built before superpipeline moved its memory "
         "(after a first step, or in `detach()`). Call backward in the step of its forward."
@@ -53,17 +53,17 @@ def outdated_graph_error(what: str) -> RuntimeError:
 
 
 class Twin:
-    """A weight on the device: tensors over a fixed place in a slot, or over memory that is never given away."""
+    """A weight on the device: tensors over a unit's place, which does not change until weights are placed again."""
 
     def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
         with torch.inference_mode(False):
             self.parameter = self._make_leaf(data)  # the leaf that graphs are built on
-        # collects its gradients, once it requires one
+        # The hook that collects gradients of the leaf, once it requires one.
         self.gradient_hook: RemovableHandle | None = None
-        # writes of a forward that the master got by a write in place: these count once
+        # How many writes of a forward were written back to the master, which counts them, too.
         self.write_backs = 0
-        self.lie_in(unit, data)
+        self.set_place(unit, data)
 
     def _make_leaf(self, data: Tensor) -> nn.Parameter:
         weight = self.weight
@@ -73,11 +73,11 @@ class Twin:
             leaf.__dict__ = weight.master.__dict__
         return leaf
 
-    def lie_in(self, unit: Unit, data: Tensor) -> None:
-        """Lie elsewhere on the device, with the same leaf: graphs that have it still accumulate in it."""
-        self.unit = unit  # the unit that has to be on the device for its values to be valid
-        self.data = data  # its values as a tensor outside of autograd
-        self.key = storage_key(data)  # the identity of its memory
+    def set_place(self, unit: Unit, data: Tensor) -> None:
+        """Move the twin to another place on the device; it keeps its leaf, in which earlier graphs accumulate."""
+        self.unit = unit  # the values are valid while this unit is on the device
+        self.data = data  # the values as a tensor outside of autograd
+        self.key = storage_key(data)  # the identity of the memory
         with torch.inference_mode(False), without_torch_function():
             self._lay_leaf()
         self.note_unchanged()
@@ -85,11 +85,11 @@ class Twin:
     def _lay_leaf(self) -> None:
         # past its own setter, which dynamo would compile: torch 2.14 cannot
         _DATA.__set__(self.parameter, self.data)
-        self.parameter.__class__ = self.weight.leaf_class if self.weight.places else DepartedLeaf
+        self.parameter.__class__ = self.weight.leaf_class if self.weight.leaf_count else DepartedLeaf
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another one stands for its weight since, which is no longer lowered."""
+        """Whether another twin has replaced it, because its weight is no longer lowered."""
         return self in self.weight.other_twins
 
     def version(self) -> int:
@@ -100,17 +100,17 @@ class Twin:
         return self.weight.version + self.parameter._version - self.write_backs
 
     def is_touched(self) -> bool:
-        """Tell whether a forward may have written to it since its values were those of the master."""
+        """Tell whether a forward may have written to the twin since its values were those of the master."""
         return self.parameter._version != self._version_seen
 
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
         self._version_seen = self.parameter._version
 
-    def close(self) -> None:
-        """Make any gradient that still arrives raise an error: nothing stands for the weight here, and it'd be lost."""
+    def refuse_gradients(self) -> None:
+        """Raise an error for any gradient that still arrives: the twin was given up, and the gradient would be lost."""
         name = self.weight.name
-        # a reference cycle through C++ that Python's collector cannot see
+        # The hook is part of a reference cycle through C++, which Python's collector cannot see.
         if self.gradient_hook is not None:
             self.gradient_hook.remove()
 
@@ -119,28 +119,28 @@ class Twin:
 
         with without_torch_function():
             if self.parameter.requires_grad:
-                # it runs before the accumulation, which would complain of shapes
+                # This hook runs before the accumulation, which would complain of shapes.
                 Tensor.register_hook(self.parameter, refuse)  # type: ignore[no-untyped-call]
 
 
 class WeightGuard(Protocol):
-    """Who decides what follows from how a weight is used under autocast."""
+    """Decides what follows from how a weight is used under autocast (calls/guard.py)."""
 
     def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
-        """Note that a weight is used in its own dtype, and return what has that: the leaf, unless it is lowered."""
+        """Note that a weight is used in its own dtype, and return a leaf in that dtype."""
 
     def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
-        """Note that autocast casts a weight, and return the leaf that it is to cast."""
+        """Note that autocast casts a weight, and return the leaf to cast."""
 
 
 class Leftover(enum.Enum):
-    """What plain training has in the `.grad` of a master, and the engine has not."""
+    """The gradient that plain training has in a master's `.grad`, where the engine has none."""
 
     NOTHING = enum.auto()
     USED = enum.auto()
-    """A gradient that an optimizer's step has used, and that nobody has zeroed since."""
+    """An optimizer's step has used the gradient, and nobody has zeroed it since."""
     ZEROS = enum.auto()
-    """Zeros, as `zero_grad(set_to_none=False)` leaves them."""
+    """`zero_grad(set_to_none=False)` has left zeros."""
 
 
 class Weight:
@@ -149,39 +149,39 @@ class Weight:
     unit: Unit
     twin: Twin
     twin_class = Twin
-    # whether its leaf stands for the master while no module has it ([Note: one weight, two Parameters] in leaf.py)
+    # Whether its leaf stands for the master while no module has it ([Note: one weight, two Parameters] in leaf.py).
     leaf_departs = True
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
-        # the master's memory as a plain tensor, and the engine's memory for it: the same, but after `p.data = ...`
+        # The master's memory as a plain tensor, and the engine's memory for it. They differ after `p.data = ...`.
         self.host = self.home = master.data
-        self._address = 0  # of `host`, where the master was at the last look
-        self.layout: Tensor = master  # a tensor with the shape and strides that it has in memory
+        self._address = 0  # the address of `host` when the master was last located
+        self.layout: Tensor = master  # a tensor with the weight's shape and strides in memory
         self.dtype = master.dtype
-        # the dtype in which it is sent, and its gradients come: its own, or the one that autocast lowers it to
+        # The weight is sent in this dtype, and its gradients come in it: its own dtype, or autocast's.
         self.compute_dtype = master.dtype
         self.leaf_class: type[TwinParameter] = EagerLeaf
-        # for each cast of it in graphs that may have a backward, the leaf that has the gradients of that cast
+        # For each cast in graphs that may have a backward, the leaf that gets the gradients of that cast.
         self.casts: dict[object, nn.Parameter] = {}
-        self.cast_in = 0  # the number of the graph with the last of these
-        # what code outside of the engine finds at its master; None when detached
+        self.cast_in = 0  # the number of the graph with the last cast
+        # The guard intercepts access to the master from outside of the engine; None when detached.
         self.guard: WeightGuard | None = None
         self.leftover = Leftover.NOTHING
         self.replacements = 0  # how often the master was found in other memory
-        # whether a forward has written to it in a way that torch does not count
+        # Whether a forward has written to the weight in a way that torch does not count.
         self.changes_unseen = False
-        # how many more uses outside of modules are watched for that, in evaluation and in training
+        # How many more uses outside of modules are watched for such writes, in evaluation and in training.
         self.uses_to_watch = {False: USES_TO_WATCH, True: USES_TO_WATCH}
-        self.lives = False  # whether the master is on the device, and has left host memory
-        self.places = 0  # how many places of the module tree have a leaf of it now
-        # twins of it whose leaves are in graphs, too: that was there before it was used as it is, those of other casts
+        self.stays_on_device = False  # whether the master is on the device, and has left host memory
+        self.leaf_count = 0  # how many entries of the module tree hold a leaf of the weight now
+        # Other twins whose leaves are in graphs: the lowered one that was replaced, and one for each other cast.
         self.other_twins: list[Twin] = []
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its memory on the host."""
+        """The bytes of the weight in host memory."""
         return self.layout.numel() * self.dtype.itemsize
 
     @property
@@ -191,7 +191,7 @@ class Weight:
 
     @property
     def lowered(self) -> bool:
-        """Whether it is sent in a dtype other than its own."""
+        """Whether the weight is sent in autocast's dtype, and not in its own."""
         return self.compute_dtype != self.dtype
 
     @property
@@ -199,13 +199,13 @@ class Weight:
         """The bytes of the weight as it is sent."""
         return self.layout.numel() * self.compute_dtype.itemsize
 
-    def adopt(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
-        """Point the master to `host`, with its values unless others are there; the Parameter object stays the same.
+    def point_master_to(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
+        """Point the master to `host`, and copy its values there unless it `is_filled`. The Parameter stays the same.
 
-        If the engine has put it at an `address` before, and the user elsewhere since, in a flat buffer say, it stays
-        there, and is sent from there.
+        `address` is where the engine has put the master before. If the user has moved it since, to a flat buffer for
+        example, it stays there, and is sent from there.
         """
-        if address not in (None, self.master.data_ptr()) and not self.lives:
+        if address not in (None, self.master.data_ptr()) and not self.stays_on_device:
             self.home = host
             return
         if not is_filled:
@@ -214,28 +214,28 @@ class Weight:
         self.host = self.home = host
         self._address = host.data_ptr()
 
-    def receive(self, arrived: Tensor) -> None:
-        """Give the master values that a forward has written on the device."""
+    def write_to_master(self, arrived: Tensor) -> None:
+        """Write values to the master that a forward has written on the device."""
         self.master.copy_(arrived)  # as torch counts it
 
     def leave_device(self, unit: Unit) -> None:
-        """Let go of its place on the device in a unit, and of the twins that graphs have besides."""
+        """Release the place on the device in a unit, and the other twins that graphs have."""
         data = self.twin.data
-        self.twin.lie_in(unit, torch.empty(0, dtype=data.dtype, device=data.device))
+        self.twin.set_place(unit, torch.empty(0, dtype=data.dtype, device=data.device))
         for twin in self.other_twins:
-            twin.close()
+            twin.refuse_gradients()
         self.other_twins.clear()
 
     def leave_host(self) -> None:
-        """Let go of host memory: the weight lives on the device, or nothing streams it any more."""
+        """Release host memory: the weight stays on the device, or nothing streams it any more."""
         self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
-        self.lives = True
+        self.stays_on_device = True
         self.leftover = Leftover.NOTHING  # its `.grad` is the user's from now on
 
-    def follow(self) -> int:
-        """Find the master where `p.data = ...` has put it, in other memory than ours, or back; return its version.
+    def locate_master(self) -> int:
+        """Locate the master, which `p.data = ...` may have put into other memory, or back; return its version.
 
-        Ours stays as it is: an average that is swapped in keeps the weights themselves there (`backup = p.data`).
+        The engine's memory keeps its values: who swaps an average in keeps the weights there (`backup = p.data`).
         """
         address = self.master.data_ptr()
         if address != self._address:
@@ -247,7 +247,8 @@ class Weight:
                     "between steps."
                 )
             self._address = address
-            self.host = self.home if address == self.home.data_ptr() else self.master.data
+            is_at_home = address == self.home.data_ptr()
+            self.host = self.home if is_at_home else self.master.data
             self.replacements += 1
         return self.master._version + self.replacements
 

@@ -29,35 +29,36 @@ from sp_lightning.pipeline.window.places import WindowPlan, choose_device_layout
 
 
 class Learned:
-    """Findings that a pipeline makes while it runs, for when weights are placed next.
+    """Findings of past steps, which are used when weights are placed next.
 
-    The step in which something is found is right without it; the parts that find it see to that.
+    A step is right without its own findings: the parts that find something see to that.
     """
 
     def __init__(self, divided: Iterable[str], autocasts: Autocasts) -> None:
-        self.used_outside: set[str] = set()  # weights that are used outside of their unit
-        # names of units in the order in which the first step called them; None before that
+        self.used_outside: set[str] = set()  # the names of weights that are used outside of their unit
+        # The names of units in the order in which the first step called them; None before that.
         self.order: list[str] | None = None
-        # modules that are not called themselves, only their children are: this is another division
+        # The names of modules that are not called, though their children are: these modules are divided into units.
         self.divided = set(divided)
         self.casts = Casts()  # how autocast uses weights
-        self.autocasts = autocasts  # under which autocast modules are called
-        # weights that were used outside of their unit since weights were placed
+        self.autocasts = autocasts  # the dtypes of autocast under which modules are called
+        # The weights that were used outside of their unit since weights were placed.
         self.touched_outside: list[Weight] = []
-        self.outdated = False  # whether something was learned for which weights have other places
-        self._trained: set[Weight] = set()  # that have required a gradient in some step
+        self.outdated = False  # whether the places of weights do not fit the findings
+        self._trained: set[Weight] = set()  # the weights that required a gradient in any step so far
 
     def note_trained(self, weights: Iterable[Weight]) -> None:
-        """Note, as a step with gradients begins, which weights it trains.
+        """Note which weights a step trains, as it begins.
 
-        If there are new ones (a user unfreezes layers), units take more memory than they were placed for.
+        If a user unfreezes layers, their units take more memory than they were placed for.
         """
         trained = {weight for weight in weights if weight.master.requires_grad}
-        self.outdated |= bool(self._trained) and not trained <= self._trained
+        if self._trained and not trained <= self._trained:
+            self.outdated = True
         self._trained |= trained
 
-    def conclude(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
-        """Draw conclusions between steps, and tell whether weights have other places by these.
+    def draw_conclusions(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
+        """Draw conclusions between steps, and tell whether weights need other places.
 
         `called` are the names of units that the first step called, in the order of their first calls.
         """
@@ -75,7 +76,7 @@ class Learned:
         """Find out why weights of these units were used outside of them."""
         members = [member for unit in units for member in unit.members]
         for weight in self.touched_outside:
-            containers = [  # mere ones: their parents call their children
+            containers = [  # modules that are never called: their parents call their children
                 member.name
                 for member in members
                 if member.uses(weight) and member.entered == 0 and any(member.module.children())
@@ -87,20 +88,21 @@ class Learned:
 
     @property
     def has_news(self) -> bool:
-        """Whether something was learned since that was last concluded."""
+        """Whether there are findings of which no conclusions were drawn yet."""
         return self.outdated or self.casts.has_news
 
     def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], processes: Processes) -> None:
-        """Learn what any process has: the memory of weights is arranged alike in all of them.
+        """Share the findings of all processes: the memory of weights is arranged alike in all of them.
 
-        All expect the first one's order of units, as each may have left out others in its first step.
+        All expect the first process's order of units: each may have called other units in its first step.
         """
         self._explain_outside(units)
         masters = {name: id(parameter) for name, parameter in module.named_parameters()}
         casts = self.casts.lowered, self.casts.used_as_is
-        own = [[name for name, master in masters.items() if master in known] for known in casts]
+        own_casts = [[name for name, master in masters.items() if master in known] for known in casts]
         order = list(dict.fromkeys(called)) if self.order is None else self.order
-        everyones = processes.gather((own, self.used_outside, self.divided, self.has_news, self.autocasts, order))
+        own_findings = own_casts, self.used_outside, self.divided, self.has_news, self.autocasts, order
+        everyones = processes.gather(own_findings)
         self.order = everyones[0][-1]
         self.outdated |= self.order != [unit.name for unit in units if unit.name in self.order]
         for others, used_outside, divided, outdated, autocasts, _ in everyones:
@@ -115,7 +117,7 @@ class Learned:
 class Arrangement:
     """The units of a module, and where their weights lie on host and device.
 
-    Units, members, weights and twins are made once. What is chosen, and the places that follow from it, may change
+    Units, members, weights and twins are made once. The choices, and the places that follow from them, may change
     between steps.
     """
 
@@ -127,7 +129,7 @@ class Arrangement:
         memory: HostMemory,
         backend: Backend,
     ) -> None:
-        # whether torch compiles the module or parts of it
+        # Whether torch compiles the module or parts of it.
         self.compiled = bool(options.compile) or any(map(is_compiled, module.modules()))
         self.unused_in_step = True  # whether nothing of it has been used yet in this step
         self.module = module
@@ -137,7 +139,7 @@ class Arrangement:
         self._backend = backend
         device = backend.memory()
         total = None if device is None else device.total
-        # the user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size
+        # The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
         self.divided = set(learned.divided)
         division = find_units(
@@ -153,12 +155,12 @@ class Arrangement:
         self.resident = division.resident
         self.unmanaged = division.unmanaged
         self.streamed_members = division.streamed_members
-        # every module that gets a gate
+        # All modules that get a gate.
         self.members = [*division.streamed_members, *division.resident.members, *division.callers]
-        # all that streams or stays: units, what is resident, single weights
+        # All units that the window knows: streamed ones, the resident one, and single weights made resident.
         self.in_window: list[Unit] = []
         self.twins: dict[int, Twin] = {}  # all twins, by the identity of their memory
-        # wherever it lives
+        # All weights that the engine manages, on the host or on the device.
         self.every_weight = [weight for unit in self.all_units for weight in unit.weights]
         self._choose_dtypes()
         for weight in self.every_weight:
@@ -166,7 +168,7 @@ class Arrangement:
 
     @property
     def all_units(self) -> list[Unit]:
-        """All units, and what is resident."""
+        """All streamed units, and the resident one."""
         return self._division.all_units()
 
     @property
@@ -177,20 +179,22 @@ class Arrangement:
     # ------------------------------------------------------------------------------------------------ what is chosen
 
     def choose(self, plan: WindowPlan | None) -> None:
-        """Choose how weights are sent, which ones live on the device or are resident, and how all share the device.
+        """Choose the dtypes in which weights are sent, which ones stay on the device, and how units share it.
 
         Raises:
-            ValueError: It does not fit.
+            ValueError: The weights do not fit the device or the host.
         """
         division, learned = self._division, self.learned
         for unit in self.all_units:
-            unit.weights, unit.weights_on_device = unit.every_weight, []
+            unit.weights = unit.every_weight
+            unit.weights_on_device = []
         division.make_resident(learned.used_outside)
         division.put_in_order(learned.order or ())
         self._choose_dtypes()
         self.layout = choose_device_layout(division, self._options, plan, self.budget, self._memory.staging_buffers)
         for unit in self.layout.units_on_device:
-            unit.weights, unit.weights_on_device = [], unit.weights
+            unit.weights_on_device = unit.weights
+            unit.weights = []
         units = self.all_units
         self.parameters_on_device = [weight.master for unit in units for weight in unit.weights_on_device]
         self.weights = [weight for unit in units for weight in unit.weights]
@@ -218,8 +222,8 @@ class Arrangement:
             member.autocast = known.common([member.name])
             for entry in member.every_entry if member.unit is not None else ():
                 users.setdefault(entry.weight, []).append(member.name)
-        found = {weight: known.common(names) for weight, names in users.items()}
-        return {weight: dtype for weight, dtype in found.items() if dtype is not None}
+        dtypes = {weight: known.common(names) for weight, names in users.items()}
+        return {weight: dtype for weight, dtype in dtypes.items() if dtype is not None}
 
     # ----------------------------------------------------------------------------------------------- how it is done
 
@@ -232,11 +236,11 @@ class Arrangement:
         for unit in by_name:
             for weight in unit.weights_on_device:
                 weight.leave_host()
-            unit.send(self._memory.gather(unit.weights, unit.segments))
+            unit.set_segments(self._memory.gather(unit.weights, unit.segments))
             work.advance(sum(weight.nbytes for weight in unit.weights))
         self._memory.keep(self.segments)
         self._memory.wait_for_values()
-        # whether all host memory that is sent is pinned; units that live on the device have none
+        # Whether all host memory that is sent is pinned; units that stay on the device have none.
         self.is_pinned = all(segment.source.pinned for segment in self.segments if segment.nbytes)
         if self._backend.pins and not self.is_pinned:
             warnings.warn(
@@ -250,18 +254,18 @@ class Arrangement:
     def _place(self) -> None:
         arena = self._backend.allocate(self.layout.arena_bytes)
         offsets = iter(self.layout.offsets)
-        spans: dict[Unit, tuple[int, int]] = {}  # of the arena
+        spans: dict[Unit, tuple[int, int]] = {}  # the begin and end of each unit's place in the arena
         self.in_window[:] = self.all_units
         for index, unit in enumerate(self.in_window):
             unit.index = index
-            unit.visits = unit.name in self.layout.window.visiting and not unit.resident
+            unit.updates_on_device = unit.name in self.layout.window.visiting and not unit.resident
             unit.split_off.clear()
-            if unit in self.layout.staying:
-                unit.lie_in(self._backend.allocate(unit.nbytes))
+            if unit in self.layout.staying_units:
+                unit.set_place(self._backend.allocate(unit.nbytes))
             else:
                 begin = next(offsets)
                 spans[unit] = begin, begin + unit.nbytes
-                unit.lie_in(arena[begin : begin + unit.nbytes])
+                unit.set_place(arena[begin : begin + unit.nbytes])
             self.twins.update({weight.twin.key: weight.twin for weight in unit.weights})
         for unit in self.in_window:
             begin, end = spans.get(unit, (0, 0))
@@ -272,9 +276,9 @@ class Arrangement:
 
     @property
     def named_on_device(self) -> dict[str, nn.Parameter]:
-        """The parameters on the device that the engine does not manage: they live there, or cannot be moved."""
-        living = [weight for unit in self.all_units for weight in unit.weights_on_device]
-        return {**self.unmanaged, **{weight.name: weight.master for weight in living}}
+        """The parameters on the device that do not stream: they stay there, or cannot be managed."""
+        staying = [weight for unit in self.all_units for weight in unit.weights_on_device]
+        return {**self.unmanaged, **{weight.name: weight.master for weight in staying}}
 
     def is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
@@ -290,17 +294,17 @@ class Arrangement:
         segment = next(segment for segment in weight.unit.segments if weight in segment.weights)
         unit = Unit(weight.name, resident=True)
         unit.weights = [weight]
-        unit.send([Segment([weight], segment.piece_of(weight, self._backend))], pin=False)
+        unit.set_segments([Segment([weight], segment.memory_of(weight, self._backend))], pin=False)
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:
-            # second forwards still compute with it, though no module has it now
+            # Second forwards still compute with the lowered twin, though no module has it now.
             weight.twin.parameter.__class__ = LoweredParameter
             weight.other_twins.append(weight.twin)
-            # not over the place: a leaf counts what is written to the very tensor that it is made of
+            # The new twin is not made over its place: a leaf counts writes to the tensor that it is made of.
             weight.twin = weight.twin_class(weight, unit, self._backend.allocate(0).view(weight.dtype))
-        else:  # handles have the one that lies in its unit
+        else:  # handles keep the twin that lies in its unit
             weight.twin = copy(weight.twin)
-        unit.lie_in(place)
+        unit.set_place(place)
         weight.unit.split_off.append(unit)
         self.in_window.append(unit)
         self.layout.device_bytes += unit.nbytes
@@ -313,22 +317,22 @@ class Arrangement:
 
     @torch.inference_mode(False)  # the step may be one of an evaluation
     def leave_places(self) -> None:
-        """Let go of all places on the device, and of what lies there."""
+        """Release all places on the device."""
         for unit in self.in_window:
             unit.leave_place()
         self.twins.clear()  # twins are known by their memory, which others may get now
 
-    def close(self) -> None:
-        """Have nothing stand for weights any more. Idempotent."""
+    def detach_weights(self) -> None:
+        """Release twins and host memory, as nothing stands for weights any more. Idempotent."""
         for unit in self.all_units:
-            # saved weights lead to units, and must not lead to the module (see graphs.py)
+            # Saved weights refer to units, which must not refer to the module (see graphs.py).
             unit.members.clear()
-        # the garbage collector would only free memory with this object, a part of cycles
+        # This object is part of reference cycles. Memory must not stay until the garbage collector comes.
         for weight in self.every_weight:
             weight.leave_host()
             for twin in (weight.twin, *weight.other_twins):
-                twin.close()
+                twin.refuse_gradients()
         for segment in self.segments:
             segment.copies.clear()
-        if not any(unit.readers.handles for unit in self.in_window):  # else a graph holds weights
+        if not any(unit.readers.handles for unit in self.in_window):  # otherwise a graph holds weights
             self.leave_places()

@@ -1,4 +1,4 @@
-"""Access to masters whose units may be on the device: what it waits for, and what the device has written to them.
+"""Access to masters: it waits for steps and copies under way, and brings home what a forward wrote on the device.
 
 [Note: while copies read the masters]
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
@@ -33,10 +33,10 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 
 class MasterAccess:
-    """Waits for what is under way with masters, and brings them what a forward has written to weights on the device.
+    """Waits for work that uses masters, and writes changes of weights on the device back to them.
 
     Attributes:
-        units: All units, what is resident, and weights that were made resident.
+        units: All units, the resident one, and weights that were made resident.
     """
 
     def __init__(self, units: Sequence[Unit], backend: Backend, stats: Stats) -> None:
@@ -49,23 +49,25 @@ class MasterAccess:
         work = unit.being_stepped
         if work is None:
             return
-        self.stats.optimizer_waits += not work.done
+        if not work.done:
+            self.stats.optimizer_waits += 1
         try:
             self.backend.trace.join(work, "optimizer")
         finally:
-            if work.done:  # not if an interrupt has ended the wait
+            if work.done:  # an interrupt may have ended the wait
                 unit.being_stepped = None
 
     def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
-        """Return the tickets of copies that may still read these units' masters, used or not."""
-        # weights that were made resident are copied by themselves
+        """Return the tickets of copies to the device that may still read these units' masters."""
+        # Weights that were made resident are copied by themselves.
         readers = [reader for unit in units for reader in (unit, *unit.split_off)]
         return [ticket for reader in readers for ticket in reader.uploads if not ticket.done]
 
     def finish_copies(self, units: Iterable[Unit]) -> None:
         """Wait until no copy reads these units' masters: somebody may write to them."""
         copies = self.copies_of(units)
-        self.stats.host_syncs += bool(copies)
+        if copies:
+            self.stats.host_syncs += 1
         for ticket in copies:
             ticket.join()
 
@@ -78,14 +80,14 @@ class MasterAccess:
     # ------------------------------------------------------------------------------------- what the device has written
 
     def write_back_all(self) -> None:
-        """Write back what was written to any weights on the device."""
+        """Write all weights back that were changed on the device."""
         for unit in self.units:
             if unit.residency is Residency.READABLE:
                 for segment in unit.segments:
                     self.write_back(segment.weights)
 
     def write_back(self, weights: Iterable[Weight]) -> None:
-        """Copy those of the weights that were written to on the device to their masters."""
+        """Copy weights that were changed on the device to their masters."""
         for weight in weights:
             twin = weight.twin
             is_readable = twin.unit.residency is Residency.READABLE
@@ -102,9 +104,10 @@ class MasterAccess:
             self._write_to_master(weight)
 
     def find_unseen_writes(self, unit: Unit) -> None:
-        """Look for writes to a unit since it is watched, and write those to masters that torch has not counted."""
+        """Compare a watched unit with its fingerprint, and write changes back that torch has not counted."""
         is_readable = unit.residency is Residency.READABLE
-        self.stats.host_syncs += is_readable and self.backend.device.type != "cpu"
+        if is_readable and self.backend.device.type != "cpu":
+            self.stats.host_syncs += 1
         if not (unit.has_changed() and is_readable):
             return
         for segment in unit.segments:
@@ -120,18 +123,18 @@ class MasterAccess:
             self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
             self.finish_optimizer(weight.unit)
             self.stats.host_syncs += 1
-            # clamped to where it was
+            # A write may leave the values as they were: clamping often does.
             if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):
                 twin.note_unchanged()
                 return False
             assert not weight.lowered, "what writes to a weight gets it as it is"
             if weight.unit.is_followed:
                 raise written_by_follower(weight)
-            weight.receive(arrived)
+            weight.write_to_master(arrived)
         twin.note_unchanged()
         twin.write_backs += 1
         self.stats.write_backs += 1
-        # else a change of another weight, which is still to be found, would look checked
+        # Otherwise a change of another weight, which is not found yet, would count as checked.
         if not twin.unit.suspect:
             for segment in twin.unit.segments:
                 if not segment.sends_copies:

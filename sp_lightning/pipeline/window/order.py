@@ -27,18 +27,18 @@ class Order:
 
     def __init__(self, members: int) -> None:
         self._members = members
-        # uses in the order of the modules
+        # The expected uses where there is no record, in the order of the modules.
         self._training = [*range(members), *range(2 * members - 1, members - 1, -1)]
         self._inference = list(range(2 * members, 3 * members))
         self._longest = _RECORDED_PER_MEMBER * members
-        self._records: dict[int, list[int]] = {}  # by the first use of the step
+        self._records: dict[int, list[int]] = {}  # the uses of past steps, by their first use
         self._followed: list[int] = []  # the record that the step under way repeats
-        self._position = 0  # in it, of the latest use
+        self._position = 0  # the index of the latest use in that record
         self._last = -1  # the latest use; -1 if nothing is known of what comes next
-        # of the step under way, once it has used something
+        # The uses of the step under way; None before its first one.
         self._recording: list[int] | None = None
 
-    def begin_step(self) -> None:
+    def expect_first_use(self) -> None:
         """Note that the next use is the first one of a step."""
         if self._recording is not None:
             self._followed = self._recording
@@ -75,12 +75,12 @@ class Order:
         # after the end comes a step like this one
         return [use % self._members for use in (record[start:] + record)[:count]]
 
-    def used(self) -> list[int]:
-        """Return the members that the step under way, or the last one, has used, in the order of their first uses."""
+    def used_members(self) -> list[int]:
+        """Return the members that the step under way has used, or else the last one, in order of their first uses."""
         return list(dict.fromkeys(use % self._members for use in self._recording or ()))
 
-    def abandon(self) -> None:
-        """After an exception: what comes next does not follow from what came last."""
+    def forget_position(self) -> None:
+        """Forget the position after an exception: the next use does not follow from the last one."""
         self._recording = None
         self._followed = []
         self._position = 0

@@ -41,21 +41,21 @@ class WindowPlan:
     k: int  # units on the device at once, not counting those in `on_device`
     # names of units that live on the device, with their gradients and optimizer state; of what is resident, too
     on_device: tuple[str, ...] = ()
-    # names of units whose optimizer steps are made on the device, where their state visits
+    # names of units that are updated on the device, while their state passes through
     visiting: tuple[str, ...] = ()
-    # names of units whose gradients wait on the device until they are stepped
+    # names of units whose gradients wait on the device until the units are updated
     waiting: tuple[str, ...] = ()
     on_device_bytes: int = 0  # device memory that `on_device` units take
     step_seconds: float = 0.0  # expected duration of a step
     bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
     # expected device memory for weights, gradients on their way to the host and activations
     device_bytes: int = 0
-    # what becomes of each unit's activations, by the unit's name; it is followed if that was left to the planner
+    # the policy for each unit's activations, by the unit's name; used if the policy was left to the planner
     policies: Mapping[str, Policy] = field(default_factory=dict)
 
     @property
     def window(self) -> tuple[object, ...]:
-        """What units are placed by."""
+        """The choices that decide where units are placed."""
         return self.k, self.on_device, self.visiting
 
 
@@ -67,13 +67,13 @@ def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     """
     slot = max(sizes, default=0)
     in_slots = [index % window * slot for index in range(len(sizes))]
-    ways = [
+    placements = [
         _first_fit(sizes, window, cyclic=True),
         _first_fit(sizes, window, cyclic=False),
-        # unlucky sizes can leave holes, which make an arena larger than slots would
+        # Unlucky sizes can leave holes, which make the arena larger than slots of equal size.
         (in_slots, window * slot),
     ]
-    return min(ways, key=lambda way: way[1])
+    return min(placements, key=lambda placement: placement[1])
 
 
 def _first_fit(sizes: Sequence[int], window: int, cyclic: bool) -> tuple[list[int], int]:
@@ -98,20 +98,20 @@ _DEFAULT_SLOTS = 2  # one computes, one arrives
 
 
 class DeviceLayout:
-    """One way for units to share the device."""
+    """One layout of the device's memory, which units share."""
 
     def __init__(self, division: Division, window: WindowPlan, staging_buffers: int) -> None:
         self.window = window
         # units that live on the device, with their gradients and optimizer state
         self.units_on_device = [unit for unit in division.all_units() if unit.name in window.on_device]
-        # units that do not stream: those, and what is resident
-        self.staying = {*self.units_on_device, division.resident}
-        streamed_bytes = [sent_bytes(unit.weights) for unit in division.units if unit not in self.staying]
-        # where each unit that streams lies in the arena, and the size of that
+        # all units that do not stream: these, and the resident one
+        self.staying_units = {*self.units_on_device, division.resident}
+        streamed_bytes = [sent_bytes(unit.weights) for unit in division.units if unit not in self.staying_units]
+        # the offset in the arena of each unit that streams, and the size of the arena
         self.offsets, self.arena_bytes = place_in_arena(streamed_bytes, window.k)
         resident_bytes = 0 if division.resident in self.units_on_device else sent_bytes(division.resident.weights)
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
-        # device memory for weights, and for all state of units that live on the device
+        # device memory for weights, and for gradients and optimizer state of units that stay on the device
         self.device_bytes = self.arena_bytes + resident_bytes + window.on_device_bytes
         # the same, with gradients on their way to the host
         largest = max((gradient_bytes(unit.weights) for unit in leaving), default=0)
@@ -125,9 +125,9 @@ def choose_device_layout(
     budget: int | None,
     staging_buffers: int,
 ) -> DeviceLayout:
-    """Choose the layout that a planner wants, if it fits; else the usual small one; else the smallest, or raise.
+    """Choose the planner's layout if it fits; else the usual small one; else the smallest, or raise.
 
-    The planner's does not if weights are sent in another dtype than when the plan was made.
+    The planner's layout does not fit if weights are sent in another dtype than when the plan was made.
     """
     slots = options.slots
     windows = [] if plan is None else [plan]
@@ -149,24 +149,24 @@ def choose_device_layout(
 
 
 def sent_bytes(weights: Iterable[Weight]) -> int:
-    """Return the bytes of weights as they are sent to the device, and lie there."""
+    """Return the bytes of weights in the dtypes in which they are sent to the device."""
     return lay_out([weight.compute_bytes for weight in weights])[1]
 
 
 def room_for_gradients(units: Sequence[Unit], present: int, some_may_wait: bool) -> float:
-    """Return what gradients may take of host memory; infinite if all of them fit.
+    """Return the host memory that gradients may take; infinite if all of them fit.
 
-    Of that for gradients and copies, `present` bytes are there already.
+    `present` bytes for gradients and copies are allocated already.
 
     Raises:
         ValueError: The host has no memory for copies of weights, and masters that leave the device; or for gradients,
             unless `some_may_wait` on the device.
     """
     weights = [weight for unit in units for weight in unit.weights]
-    seen = [weight.master.grad for weight in weights if weight.master.grad is not None]
-    there = sum(gradient.nbytes for gradient in seen if gradient.layout is torch.strided)
-    coming = max(0, sum(gradient_bytes(unit.weights) for unit in units) - there)
-    # exists twice for a moment, unless it has its memory already
+    user_gradients = [weight.master.grad for weight in weights if weight.master.grad is not None]
+    user_bytes = sum(gradient.nbytes for gradient in user_gradients if gradient.layout is torch.strided)
+    coming = max(0, sum(gradient_bytes(unit.weights) for unit in units) - user_bytes)
+    # A unit exists twice while it moves to its memory, unless it has that already.
     moving = max((sent_bytes(unit.weights) for unit in units if not unit.segments), default=0)
     copies = sum(weight.compute_bytes for weight in weights if weight.lowered)
     masters = sum(weight.nbytes for weight in weights if weight.master.device.type != "cpu")

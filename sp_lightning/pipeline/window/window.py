@@ -26,7 +26,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.master_access import MasterAccess
 from sp_lightning.pipeline.window.order import Order
 
-_USES_AHEAD = 16  # that a prefetch looks at; more would cost more than they help
+_USES_AHEAD = 16  # uses that a prefetch looks at; more would cost more time than they save
 _UNITS_AHEAD = 3
 
 
@@ -44,19 +44,19 @@ class Window(MasterAccess):
         super().__init__(units, backend, stats)
         self._unit_of_member = list(unit_of_member)
         self.order = order
-        # whether no copy has been asked for, and no step begun, since all were waited for
+        # Whether no copy was issued, and no step begun, since all of them were waited for.
         self.settled = True
-        # units that nothing else takes the place of, fetched as soon as possible
+        # Outdated units that share their place with no other: they are fetched as soon as possible.
         self._outdated: dict[Unit, None] = {}
-        # the units of the arena that were loaded last, each into its place
-        self._lying: set[Unit] = set()
-        most = max(Counter(map(id, unit_of_member)).values(), default=0)
-        self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most)
+        # The units that occupy places in the arena: each was loaded last into its place.
+        self._occupants: set[Unit] = set()
+        most_members = max(Counter(map(id, unit_of_member)).values(), default=0)
+        self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most_members)
 
     def begin_next_step(self) -> None:
-        """Count a step that begins, and expect its uses; nobody has an alias of a master in it yet."""
+        """Count a step that begins, and expect its uses; no alias of a master was taken in it yet."""
         self.stats.steps += 1
-        self.order.begin_step()
+        self.order.expect_first_use()
         for unit in self.units:
             unit.readers.has_aliases = unit.readers.has_raw_readers = False
 
@@ -69,8 +69,8 @@ class Window(MasterAccess):
                     self._load(unit)
         self.prefetch()
 
-    def edited(self) -> list[str]:
-        """Return the first weight of each segment whose masters were changed, not by a step, since this was asked."""
+    def pop_edited_segments(self) -> list[str]:
+        """Return the first weight of each segment whose masters were edited, not stepped, since the last call."""
         self.suspect_all()
         names = []
         for unit in self.units:
@@ -81,15 +81,15 @@ class Window(MasterAccess):
                     segment.is_edited = False
         return names
 
-    def note_edited(self, names: Sequence[str]) -> None:
-        """Note that another process has changed masters of segments, which `edited` has named there."""
+    def note_edits_elsewhere(self, names: Sequence[str]) -> None:
+        """Note that another process has edited masters; `pop_edited_segments` has named the segments there."""
         for unit in self.units:
             for segment in unit.segments:
                 if segment.weights[0].name in names:
-                    # whose end would be noted after this, as if it had come later
+                    # The end of a step under way would be noted after this edit, as if it had come later.
                     self.finish_optimizer(unit)
                     unit.suspect = True
-                    segment.note_change()
+                    segment.advance_epoch()
 
     def suspect_all(self) -> None:
         """Check every unit for changed masters before it is used again."""
@@ -102,9 +102,9 @@ class Window(MasterAccess):
         for segment in unit.segments:
             segment.note_edit()
 
-    def abandon(self) -> None:
+    def mark_all_absent(self) -> None:
         """Treat every unit as absent, with no call inside: after an exception, or as units get other places."""
-        self._lying.clear()
+        self._occupants.clear()
         self._outdated.clear()
         for unit in self.units:
             for weight in unit.weights:
@@ -115,7 +115,7 @@ class Window(MasterAccess):
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
         if unit.residency is not Residency.ABSENT:
             return False
-        in_the_way = unit.conflicts & self._lying
+        in_the_way = unit.conflicts & self._occupants
         return any(other.users and other.residency is not Residency.ABSENT for other in in_the_way)
 
     def bring(self, unit: Unit) -> None:
@@ -130,7 +130,7 @@ class Window(MasterAccess):
         for ticket in unit.uploads:
             self.backend.trace.wait(ticket, "weights")
         if unit.being_stepped is not None:
-            unit.being_stepped.held = ()
+            unit.being_stepped.keeps_alive = ()
         unit.become(Residency.READABLE)
 
     def prefetch(self, in_use: Sequence[Unit] = ()) -> None:
@@ -143,11 +143,11 @@ class Window(MasterAccess):
             unit = self._unit_of_member[member]
             if unit in needed:
                 continue
-            # a call inside has what it began with, though a step ends meanwhile
+            # A call inside computes with the values that it began with, even if a step ends meanwhile.
             if unit.suspect and not unit.users:
                 self._verify(unit)
             if unit.residency is Residency.ABSENT:
-                # other processes, without which it is not stepped, may wait for this one, which would for its place
+                # Its step needs other processes. These may wait for this one, which must not wait for the place.
                 awaits_others = unit.is_ahead and self.is_being_stepped(unit)
                 if awaits_others or not self._may_take_place(unit, needed):
                     break
@@ -161,7 +161,7 @@ class Window(MasterAccess):
 
     def _may_take_place(self, unit: Unit, needed: Set[Unit]) -> bool:
         """Tell whether an absent unit may be fetched ahead; see [Note: when a unit may be evicted]."""
-        for other in unit.conflicts & self._lying:
+        for other in unit.conflicts & self._occupants:
             if other.residency is Residency.ABSENT:
                 continue
             awaits_step = other.residency is Residency.COMING and self.is_being_stepped(other)
@@ -170,42 +170,42 @@ class Window(MasterAccess):
         return True
 
     def outdate(self, unit: Unit, stepped: Set[Weight]) -> None:
-        """Discard what the device has of these weights: an optimizer is about to step their masters."""
+        """Discard the device's copy of a unit: an optimizer is about to step masters of these weights."""
         self.settled = False
         if unit.residency is not Residency.ABSENT:
             self._discard(unit)
         if unit.is_reached:
-            unit.leave(is_over=False)  # its place is given away: modules must not read leaves over it
+            unit.leave(is_over=False)  # modules must not read leaves over outdated memory
         if not unit.conflicts:
             self._outdated[unit] = None
         for segment in unit.segments:
             if unit.suspect:
-                segment.check()
+                segment.detect_changes()
             if not stepped.isdisjoint(segment.weights):
-                segment.note_change()
+                segment.advance_epoch()
         unit.suspect = False
         for other in unit.split_off:
             other.suspect = True
             for segment in other.segments:
-                segment.note_change()
+                segment.advance_epoch()
 
     def _verify(self, unit: Unit) -> None:
-        """If the unit's masters may have changed since they were last checked, check; discard an outdated copy."""
+        """Check the unit's masters if they may have changed, and discard an outdated copy on the device."""
         if not unit.suspect or self.is_being_stepped(unit):
             return
         unit.suspect = False
         is_outdated = False
         for segment in unit.segments:
-            segment.check()
-            is_outdated |= segment.lying != segment.epoch
+            segment.detect_changes()
+            is_outdated |= segment.epoch_on_device != segment.epoch
         if is_outdated and unit.residency is not Residency.ABSENT:
             self._discard(unit)
 
     def _discard(self, unit: Unit) -> None:
-        """Treat what the device has of a unit, which is not absent, as gone."""
+        """Treat the device's copy of a unit, which is not absent, as gone."""
         if unit.residency is Residency.READABLE:
             self.write_back(unit.weights)
-        # nobody has waited for what is coming, and copies need not keep their order
+        # Nobody has waited for this copy, and copies need not keep their order.
         else:
             for ticket in unit.uploads:
                 self.backend.trace.wait(ticket, "weights")
@@ -213,28 +213,25 @@ class Window(MasterAccess):
 
     def _load(self, unit: Unit) -> None:
         self.settled = False
-        for other in unit.conflicts & self._lying:
+        for other in unit.conflicts & self._occupants:
             self._evict(other)
         if unit.conflicts:
-            self._lying.add(unit)
-        earlier, unit.uploads = unit.uploads, []
-        for ticket in earlier:
-            if not ticket.done:
-                unit.uploads.append(ticket)
+            self._occupants.add(unit)
+        unit.uploads = [ticket for ticket in unit.uploads if not ticket.done]
         step = unit.being_stepped if self.is_being_stepped(unit) else None
         if unit.pending_device_step is not None:
             unit.uploads.append(unit.pending_device_step.begin())
             step = None
         for segment in unit.segments:
-            if segment.lying == segment.epoch:
-                continue  # it still lies there: only the others were stepped
+            if segment.epoch_on_device == segment.epoch:
+                continue  # the segment is still in its place: only others were stepped
             if step is None:
                 segment.refresh_copies()
-            for place, source in segment.pieces():
+            for place, source in segment.transfers():
                 upload = self.backend.trace.upload(Kind.LOAD, unit.name, place, source, step)
                 self.stats.bytes_to_device += source.nbytes
                 unit.uploads.append(upload)
-            segment.lying = segment.epoch
+            segment.epoch_on_device = segment.epoch
         unit.become(Residency.COMING)
         if not unit.resident:
             self.stats.loads += 1
@@ -254,6 +251,6 @@ class Window(MasterAccess):
             self._discard(unit)
             if self.backend.poison:
                 self.backend.invalidate(unit.place)
-        self._lying.discard(unit)
+        self._occupants.discard(unit)
         for segment in unit.segments:
-            segment.lying = NOTHING
+            segment.epoch_on_device = NOTHING

@@ -182,7 +182,7 @@ def test_gradients_of_a_step_that_nobody_zeroed_go_with_the_next_one() -> None:
         optimizer = SGD(model.parameters(), lr=0.1)
         backward(model)
         optimizer.step()
-        assert all(isinstance(gradient.tensor, Tensor) for gradient in pipeline._engine.stream.of.values())
+        assert all(isinstance(gradient.tensor, Tensor) for gradient in pipeline._engine.stream.gradient_of.values())
         model(X)
-        assert all(gradient.tensor is None for gradient in pipeline._engine.stream.of.values())
+        assert all(gradient.tensor is None for gradient in pipeline._engine.stream.gradient_of.values())
         assert model[0].weight.grad is None

@@ -50,7 +50,7 @@ def assert_same(
     expected, _ = train_placed(make, None, **options)
     actual, stats = train_placed(make, Fixed((2,), (k, (), visiting)), backend=backend, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    return stats.visits
+    return stats.updates_on_device
 
 
 WAYS = [(clip, early, micro) for clip, early in [(None, False), (None, True), (0.01, False)] for micro in (1, 2)]
@@ -138,7 +138,7 @@ def clipped_backward(model: nn.Module, pipeline: Pipeline) -> list[weakref.ref[T
     with pipeline.optimizers.clipping.measuring_norms():
         model(torch.ones(4, 16)).square().mean().backward()
     pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.01)
-    of_weights = pipeline._engine.stream.of.values()
+    of_weights = pipeline._engine.stream.gradient_of.values()
     return [weakref.ref(gradient.tensor) for gradient in of_weights if gradient.of_segment.is_on_device]
 
 
@@ -149,10 +149,10 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
     gate = threading.Event()
 
     class Lags(HostBackend):
-        def beside(self, kind: Kind, job: Job) -> Ticket:
+        def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
             action, come_down = job.action, partial(gate.wait, 5) if kind is Kind.STATE_DOWN else bool
             job.action = lambda: (come_down(), action())[1]
-            return super().beside(kind, job)
+            return super().submit_to_lane(kind, job)
 
     with visiting([1], Lags(), k=k, activations="recompute") as (model, pipeline, optimizer):
         for _ in range(3):
@@ -166,14 +166,14 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
             x = torch.ones(4, 16)
             for number in order:
                 x = model.blocks[number](x)
-        (visit,) = [unit.being_stepped for unit in pipeline.arrangement.in_window if unit.visits]
+        (visit,) = [unit.being_stepped for unit in pipeline.arrangement.in_window if unit.updates_on_device]
         assert visit is not None
         assert not visit.done
         assert not any(gradient() is not None for gradient in staying)
         gate.set()
         x.sum().backward()
         assert pipeline.stats.recomputed == before + len(order) - 1
-        assert pipeline.stats.visits == 2
+        assert pipeline.stats.updates_on_device == 2
 
 
 def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
@@ -224,13 +224,13 @@ def test_a_visit_that_fails_raises(begins: bool, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RuntimeError, match="no memory for pieces"):
             model.blocks[0].up.weight.sum()
     monkeypatch.undo()
-    before, plain = pipeline.stats.visits, copy.deepcopy(model)
+    before, plain = pipeline.stats.updates_on_device, copy.deepcopy(model)
     others = AdamW(plain.parameters(), fused=True)
     others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(3):
         step(model, optimizer)
         step(plain, others)
-    assert pipeline.stats.visits == before + 6
+    assert pipeline.stats.updates_on_device == before + 6
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     pipeline.detach()
 
@@ -240,10 +240,10 @@ def test_a_visit_that_fails_in_the_middle_leaves_nothing_under_way(monkeypatch: 
     send, sent, asked = visit.Visit._send, list[object](), list[Ticket]()
 
     class Slow(HostBackend):
-        def beside(self, kind: Kind, job: Job) -> Ticket:
+        def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
             action = job.action
             job.action = lambda: (time.sleep(0.02), action())[1]
-            asked.append(super().beside(kind, job))
+            asked.append(super().submit_to_lane(kind, job))
             return asked[-1]
 
     def fail(self: visit.Visit, *args: Any) -> Any:
@@ -295,5 +295,5 @@ def test_state_is_page_locked_from_when_it_is_made() -> None:
         for number, block in enumerate(model.blocks):
             start = optimizer.state[block.up.weight]["exp_avg"].data_ptr()
             assert any(0 <= start - begin < size for begin, size in backend.locked.items()) == (number <= step)
-        assert pipeline.stats.visits == 2 * step
+        assert pipeline.stats.updates_on_device == 2 * step
     pipeline.detach()
