@@ -321,7 +321,8 @@ class Story:
     def abandon_backward(self, is_running: bool) -> None:
         """Follow an exception that has ended a backward pass, or what came after it."""
         if is_running and self._stream.averages is not None:
-            self._stream.averages.abandon_pass()  # or other processes would wait for this one's part of it
+            # Otherwise other processes would wait for this one's part of the pass.
+            self._stream.averages.abandon_pass()
         # before the memory that it reads is given to anybody else
         self._optimizers.abandon()
 

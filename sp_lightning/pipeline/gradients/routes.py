@@ -91,7 +91,8 @@ class _Sum(NamedTuple):
     """A sum of gradients of one weight."""
 
     total: Tensor
-    before: Tensor | None  # the sum begins with this: with itself, with the first gradient, or with nothing
+    # The sum begins with this: with itself, with the first gradient, or with nothing.
+    before: Tensor | None
     added: Tensor
     norm: Tensor | None  # the sum's norm is written here; None if it is not measured
 

@@ -214,7 +214,8 @@ class Trace:
         self._is_on = False  # whether somebody records or profiles
         self._logs: list[_Log] = []  # the logs of recordings, which may overlap
         self._computing: _TraceEntry  # the entry of the unit that is computing now
-        self._range: record_function | None = None  # its range in torch's profile; None if no unit computes
+        # The range of that unit in torch's profile; None if no unit computes.
+        self._range: record_function | None = None
 
     def upload(
         self,

@@ -128,7 +128,8 @@ class _StreamTicket(Ticket):
         return begin / 1000, end / 1000
 
 
-_MOST_REFUSALS = 3  # after so many refusals to pin memory, each of which costs time, nothing more is pinned
+# After so many refusals to pin memory, each of which costs time, nothing more is pinned.
+_MOST_REFUSALS = 3
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
 
 
@@ -213,7 +214,8 @@ class AcceleratorBackend(Backend):
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
         # The host's thread sleeps until a copy has come down. Otherwise it would spin beside the thread that launches
         # kernels.
-        to_host = (self._down, self._update_streams[Kind.STATE_DOWN], self._update_streams[Kind.LATE_GRADIENTS])
+        updates = self._update_streams
+        to_host = (self._down, updates[Kind.STATE_DOWN], updates[Kind.LATE_GRADIENTS])
         sleeps = self.device.type == "cuda" and stream in to_host
         flags = {"blocking": True} if sleeps else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
@@ -270,7 +272,8 @@ class AcceleratorBackend(Backend):
     @override
     def unpin(self, memory: Tensor) -> None:
         with self._on_device():
-            if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:  # an interrupt came before it was pinned
+            # This fails if an interrupt came before the memory was pinned.
+            if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:
                 self._clear_error()
 
     @override

@@ -103,7 +103,12 @@ class EarlyStep(Step):
                 stacklevel=2,
             )
 
-    def check_promises(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, why_not: str | None) -> None:
+    def check_promises(
+        self,
+        optimizer: Optimizer,
+        optimizer_weights: OptimizerWeights,
+        why_not: str | None,
+    ) -> None:
         """Raise if the scope's promises are broken when an optimizer's `step()` is called.
 
         `why_not` tells why units cannot be stepped one by one now; None if they can.

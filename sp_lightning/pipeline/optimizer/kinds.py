@@ -157,7 +157,8 @@ class OptimizerWeights:
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
-                if weight is not None and not isinstance(weight, QuantizedWeight):  # nobody trains these
+                # Nobody trains quantized weights.
+                if weight is not None and not isinstance(weight, QuantizedWeight):
                     self.gradients[stream.gradient_of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}
         # The units of the weights; the one that the next forward needs first comes first.
@@ -178,7 +179,12 @@ class Step:
             state, which depends on torch's default dtype, for example.
     """
 
-    def __init__(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, fused: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        optimizer_weights: OptimizerWeights,
+        fused: bool,
+    ) -> None:
         self.optimizer = optimizer
         self.optimizer_weights = optimizer_weights
         self.fused = fused

@@ -40,7 +40,9 @@ def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device:
     with without_torch_function():
         for group in optimizer.param_groups:
             counts_there = device.type == "cpu" or group.get("fused") or group.get("capturable")
-            for parameter in [parameter for parameter in group["params"] if id(parameter) in moving]:
+            for parameter in group["params"]:
+                if id(parameter) not in moving:
+                    continue
                 state = optimizer.state.get(parameter, {})
                 # a copy, because a step of a backward may make state at the same time
                 for key, value in state.copy().items():
@@ -159,7 +161,8 @@ class Living:
             if self._processes is not None:
                 self._states.share(coming, self._processes)
             self._move(coming, self._device)
-            if self._device == HOST:  # the emulated device: there is no other memory, so they are copied
+            # The emulated device has no other memory, so they are copied.
+            if self._device == HOST:
                 copy_parameters(coming)
 
     @torch.inference_mode(False)

@@ -39,7 +39,8 @@ class Box:
         self.is_keeper = self.rank == 0
         self._group = group
         self._timeout = timeout.total_seconds()
-        self.failure: RuntimeError | None = None  # why this process cannot wait for the others any more
+        # Why this process cannot wait for the others any more.
+        self.failure: RuntimeError | None = None
         self._next_check = 0.0  # when to check next whether all processes are alive
         self._processes: list[Path] = []  # the entry in /proc of each process
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]

@@ -83,7 +83,8 @@ class Autocasts:
 
     def __init__(self) -> None:
         self.default: torch.dtype | None = None  # the dtype for modules that are not in `noted`
-        self.noted: dict[str, torch.dtype | None] = {}  # the last dtype of modules that were called under another one
+        # The last dtype of modules that were called under another one.
+        self.noted: dict[str, torch.dtype | None] = {}
         # Modules that were called under several dtypes, in one step or in several processes: they count as under none.
         self.mixed: set[str] = set()
 
@@ -123,8 +124,10 @@ class Casts:
 
     def __init__(self) -> None:
         self.lowered: set[int] = set()  # masters that autocast casts
-        self.used_as_is: set[int] = set()  # masters that are used in their own dtype, alone or besides a cast
-        self.has_news = False  # whether a step has shown that a weight is better sent in another dtype
+        # Masters that are used in their own dtype, alone or besides a cast.
+        self.used_as_is: set[int] = set()
+        # Whether a step has shown that a weight is better sent in another dtype.
+        self.has_news = False
         self._probe: nn.Parameter | None = None
 
     def choose_dtypes(
@@ -238,7 +241,8 @@ class LoweredParameter(EagerLeaf):
             backward_does_it = isinstance(func, OpOverload) and in_backward()
             if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
                 return func(*args, **kwargs)
-            is_casting = func in CASTING and "out" not in kwargs  # autocast leaves operations with `out` alone
+            # Autocast leaves operations with `out` alone.
+            is_casting = func in CASTING and "out" not in kwargs
             leaves = list(instances_in((args, kwargs), cls))
             operands = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
             has_others = not set(types) <= {cls, Tensor}  # masters of another model, say

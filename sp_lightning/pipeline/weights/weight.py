@@ -174,7 +174,8 @@ class Weight:
         self.changes_unseen = False
         # How many more uses outside of modules are watched for such writes, in evaluation and in training.
         self.uses_to_watch = {False: USES_TO_WATCH, True: USES_TO_WATCH}
-        self.stays_on_device = False  # whether the master is on the device, and has left host memory
+        # Whether the master is on the device, and has left host memory.
+        self.stays_on_device = False
         self.leaf_count = 0  # how many entries of the module tree hold a leaf of the weight now
         # Other twins whose leaves are in graphs: the lowered one that was replaced, and one for each other cast.
         self.other_twins: list[Twin] = []
