@@ -37,7 +37,7 @@ class Stats:
     recomputed: int = 0  # unit calls whose forward ran again in backward
     host_syncs: int = 0  # times that the host waited for the device
     activation_bytes: int = 0  # device memory that saved tensors hold now, weights not counted
-    activation_peak_bytes: int = 0  # the maximum of it
+    activation_peak_bytes: int = 0  # the maximum of `activation_bytes`
     # times that the host waited for an optimizer's step because a weight was accessed
     optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute

@@ -137,7 +137,7 @@ class Calls:
         self._check_call(member)
         if self._needs_step():
             with self.alone(), self._step_of_call():
-                return member.module(*args, **kwargs)  # perhaps as a member of another unit
+                return member.module(*args, **kwargs)  # the module may be a member of another unit by now
         if member.unit is None:
             return self._call_around_units(member, partial(forward, *args, **kwargs))
         autocast = autocast_dtype(self._device.type)

@@ -44,7 +44,7 @@ class LandingBuffers:
     def __init__(self, backend: Backend, waiting: WaitingRoom) -> None:
         self._backend = backend
         self._waiting = waiting
-        self._buffers: list[LandingBuffer] = []  # the smallest first
+        self._buffers: list[LandingBuffer] = []  # all buffers, the smallest first
         self._released = threading.Condition()
         self._turns = count(1)
         # The bytes of each unit's gradients in the dtypes in which they arrive.

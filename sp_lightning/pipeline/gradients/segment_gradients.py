@@ -61,7 +61,7 @@ class Gradient:
         self.norm = norm
         self.is_sum = is_sum
         self.is_used = False
-        if self.weight.leftover is Leftover.ZEROS:  # they add nothing
+        if self.weight.leftover is Leftover.ZEROS:  # zeros add nothing to the gradient
             self.weight.leftover = Leftover.NOTHING
 
     def fill_zeros(self) -> None:
@@ -362,7 +362,7 @@ class SegmentGradients:
         try:
             ticket.join()
         finally:
-            if ticket.done:  # not if an interrupt has ended the wait
+            if ticket.done:  # an interrupt may have ended the wait
                 self.ticket = None
 
     def abandon(self) -> None:

@@ -54,7 +54,7 @@ UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
-    "CUDA driver error: out of memory",  # with expandable segments
+    "CUDA driver error: out of memory",  # this comes with expandable segments
     "HIP error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",

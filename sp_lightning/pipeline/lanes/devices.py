@@ -279,7 +279,7 @@ class AcceleratorBackend(Backend):
     @override
     def memory(self) -> DeviceMemory:
         free, total = self._api.mem_get_info(self.device)
-        # the user may have limited the process with `torch.cuda.set_per_process_memory_fraction`
+        # The user may have limited the process with `torch.cuda.set_per_process_memory_fraction`.
         allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
         total = int(allowed(self.device) * total)
         allocated = self._api.memory_allocated(self.device)
@@ -320,7 +320,7 @@ def full_device(device: torch.device | str | None) -> torch.device:
         if not hasattr(torch.get_device_module(device), "Stream"):
             device = "cpu"
     try:
-        return torch.empty(0, device=device).device  # which has an index
+        return torch.empty(0, device=device).device  # a tensor's device has an index
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         # Torch's message may list all kinds of devices that it has ever known.
         reason = "It knows no such device." if "Expected one of" in str(error) else str(error).partition("\n")[0]

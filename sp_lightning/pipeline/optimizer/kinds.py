@@ -99,7 +99,8 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
     groups = []
     for param_group in optimizer.param_groups:
         options = {key: value for key, value in param_group.items() if key != "params"}
-        settings: dict[str, Any] = tree_map_only(Tensor, _copy_of_number, options)  # also in lists
+        # Options may be lists of tensors.
+        settings: dict[str, Any] = tree_map_only(Tensor, _copy_of_number, options)
         undecided = settings.get("fused", False) is None and settings.get("foreach") is None
         if fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
             # up to torch 2.13 SGD's kernel silently leaves weights in half precision as they are (pytorch#191763)

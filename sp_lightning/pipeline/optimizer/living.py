@@ -149,7 +149,7 @@ class Living:
     @torch.no_grad()
     def move_units(self, arrangement: Arrangement) -> None:
         """Move units that leave the device, and then those that come to it, before anything is laid out."""
-        # all processes share state in one order
+        # All processes share state in the same order.
         units = sorted(arrangement.all_units, key=attrgetter("name"))
         for unit in units:
             leaving = [weight.master for weight in unit.weights if weight.stays_on_device]

@@ -181,11 +181,10 @@ class Optimizers:
                 self._step_in_backward.acknowledge()
                 self._step_in_backward = None
             if self.afterwards is Afterwards.DROPPED:  # the device needs the memory
-                waited = [
-                    each
-                    for each in optimizer_weights.gradients
-                    if each.of_segment.is_on_device and not each.weight.unit.updates_on_device
-                ]
+                waited: list[Gradient] = []
+                for gradient in optimizer_weights.gradients:
+                    if gradient.of_segment.is_on_device and not gradient.weight.unit.updates_on_device:
+                        waited.append(gradient)
                 self._steps.stream.consume(waited)
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:

@@ -175,7 +175,7 @@ class UnitSteps:
         if generations and unit.is_followed:
             stepped_gradients = optimizer_weights.gradients
             weights = {weight for weight in unit.weights if self.stream.gradient_of[weight] in stepped_gradients}
-            published = [each.memory.when_published(each.number) for each in generations]
+            published = [memory.when_published(number) for memory, number in generations]
             job = Job(partial(note_stepped, unit.segments, weights), published)
             self._hand_over(unit, weights, job)
         elif generations:

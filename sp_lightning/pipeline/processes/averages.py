@@ -46,7 +46,7 @@ class _Exchange(NamedTuple):
     run: GradientRun
     staging: GradientMemory  # the buffer that the run was sent from
     begin: int  # where the run begins in that buffer
-    everyones: Tensor  # from each process, its part of this process's share
+    everyones: Tensor  # the parts of this process's share, one from each process
     work: Any  # torch's handle to the exchange
 
 
@@ -268,7 +268,7 @@ class Averages:
         number, box, counters = self._processes.passes, self._processes.box, sums.memory.counters
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
-        if self._routes.measures_norms and box.is_keeper:  # once for all processes
+        if self._routes.measures_norms and box.is_keeper:  # the keeper measures norms for all processes
             measured = sums.brought_anywhere
             tickets.append(CounterTicket(box, counters[1:], number))  # the norms are of all shares
         land = partial(sums.land, number, measured)
@@ -294,7 +294,7 @@ class Averages:
             if of_segment not in self._exchanged:
                 of_segment.show()
                 others.update({weight.name: weight.master for weight in of_segment.segment.weights})
-        gradients = {name: each.grad for name, each in others.items() if each.grad is not None}
+        gradients = {name: other.grad for name, other in others.items() if other.grad is not None}
         is_sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
         here = [gradient for sums in self._exchanged.values() for gradient in sums.brought_here]
         brought = [gradient.weight.name for gradient in here]

@@ -23,7 +23,7 @@ from typing_extensions import override
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import readable_bytes
 
-_COUNTER_BYTES = 64  # of each process, behind the shared memory: a cache line
+_COUNTER_BYTES = 64  # the bytes of each process's counter, behind the shared memory: a cache line
 _PAUSE = 50e-6  # seconds between two looks at another process's counter
 _SECONDS_BETWEEN_CHECKS = 0.2  # seconds between two checks whether all processes are alive
 
@@ -83,7 +83,7 @@ class Box:
                 "The processes of this machine cannot share memory: they have to run in one "
                 f"container, as one user, or as machines of one device each (`num_nodes`). {error}"
             ) from error
-        self.gather()  # all have opened it
+        self.gather()  # all processes have opened the file afterwards
         if file is not None:
             os.close(file)
         counters = memory[-self.count * _COUNTER_BYTES :].view(torch.int64)

@@ -141,8 +141,8 @@ class Casts:
         `autocasts` has the dtype for each weight whose modules are called under autocast.
         """
         self.lowered |= weights_of_cast_layers(module)
-        parts = [part for part in module.modules() if isinstance(part, WITH_FAST_PATH)]
-        as_is = self.used_as_is | {id(parameter) for part in parts for parameter in part.parameters()}
+        layers = [layer for layer in module.modules() if isinstance(layer, WITH_FAST_PATH)]
+        as_is = self.used_as_is | {id(parameter) for layer in layers for parameter in layer.parameters()}
         for weights in sent_together:
             watched = [weight for weight in weights if weight in autocasts and id(weight.master) not in as_is]
             watched = [weight for weight in watched if weight.dtype is torch.float32]
@@ -188,7 +188,7 @@ class Casts:
         if self._probe is None:
             self._probe = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
         nothing = self._probe.detach()[:, :0]
-        # it saves nothing for backward
+        # This product saves nothing for backward.
         product: Any = torch.addmm(self._probe, nothing, nothing.t()).grad_fn
         return product.next_functions[0][0]
 
@@ -197,8 +197,8 @@ def weights_of_cast_layers(module: nn.Module) -> set[int]:
     """Return the identities of weights that one layer owns, and whose layer has torch's own forward."""
     owners = Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
     layers = [part for part in module.modules() if part.__class__ in _CAST_LAYERS and "forward" not in vars(part)]
-    own = {id(weight) for layer in layers for weight in layer._parameters.values() if weight is not None}
-    return {weight for weight in own if owners[weight] == 1}
+    identities = {id(weight) for layer in layers for weight in layer._parameters.values() if weight is not None}
+    return {identity for identity in identities if owners[identity] == 1}
 
 
 class LoweredParameter(EagerLeaf):
@@ -237,7 +237,7 @@ class LoweredParameter(EagerLeaf):
             name = name_of(func)
             if name in OF_THE_DTYPE:
                 return func(args[0].weight.master)
-            # a dispatch mode hands on what backward does
+            # A dispatch mode passes on operations of backward.
             backward_does_it = isinstance(func, OpOverload) and in_backward()
             if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
                 return func(*args, **kwargs)

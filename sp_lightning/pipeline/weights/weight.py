@@ -83,7 +83,7 @@ class Twin:
         self.note_unchanged()
 
     def _lay_leaf(self) -> None:
-        # past its own setter, which dynamo would compile: torch 2.14 cannot
+        # The leaf's own setter is passed by: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
         self.parameter.__class__ = self.weight.leaf_class if self.weight.leaf_count else DepartedLeaf
 
@@ -217,7 +217,7 @@ class Weight:
 
     def write_to_master(self, arrived: Tensor) -> None:
         """Write values to the master that a forward has written on the device."""
-        self.master.copy_(arrived)  # as torch counts it
+        self.master.copy_(arrived)  # torch counts this write
 
     def leave_device(self, unit: Unit) -> None:
         """Release the place on the device in a unit, and the other twins that graphs have."""

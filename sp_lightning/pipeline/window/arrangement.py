@@ -213,8 +213,8 @@ class Arrangement:
             weight.leaf_class = TwinParameter if self.compiled else EagerLeaf
         autocasts = self._autocasts()
         if autocasts and not self.compiled:  # resident weights do not travel
-            parts = [part for unit in self.units for part in sent_together(unit.weights)]
-            self.learned.casts.choose_dtypes(self.module, parts, autocasts)
+            weight_groups = [part for unit in self.units for part in sent_together(unit.weights)]
+            self.learned.casts.choose_dtypes(self.module, weight_groups, autocasts)
 
     def _autocasts(self) -> dict[Weight, torch.dtype]:
         """Return the dtype that autocast casts to wherever a weight is used; weights without one are left out."""
@@ -231,7 +231,7 @@ class Arrangement:
 
     def lay_out(self) -> None:
         """Give each unit its host memory, its place on the device, and its weights' twins there."""
-        # in the order of names, as processes that share the memory may expect units in other orders
+        # Units come in the order of names: processes that share the memory may expect them in other orders.
         by_name = sorted(self.all_units, key=attrgetter("name"))
         nbytes = sum(weight.nbytes for weight in self.weights)
         work = self._memory.progress.begin("Moving weights to their CPU memory", nbytes)
