@@ -122,7 +122,7 @@ def test_imports_point_one_way_within_the_engine():
 # costs as much as a short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
 AT_MOST = {
     "code lines of more than 100 columns, per mille": 36,
-    "files": 125,
+    "files": 129,
     "imports that lead back": 1,
     "tokens": 134_400,
     "tokens of the engine": 81_500,

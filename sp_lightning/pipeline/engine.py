@@ -96,7 +96,8 @@ class Engine:
         self._sums_gradients = processes is not None and processes.trains
         self.stats = Stats()
         self.at_work = EngineAtWork()
-        self.learned = Learned((), Autocasts())  # findings of past steps, for the next time that weights are placed
+        # Findings of past steps, for the next time that weights are placed.
+        self.learned = Learned((), Autocasts())
         box = None if processes is None else processes.box
         self.memory = HostMemory(backend, box, progress)
         self.graphs = Graphs()
@@ -112,7 +113,8 @@ class Engine:
         self.planner = planner
         self._is_arranged = False
         self.plan: WindowPlan | None = None  # the plan by which weights are placed
-        self._wanted_plan: WindowPlan | None = None  # the plan that the planner wants for the next step
+        # The plan that the planner wants for the next step.
+        self._wanted_plan: WindowPlan | None = None
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
@@ -185,7 +187,8 @@ class Engine:
         arrangement = self.arrangement
         self._is_arranged = False
         self._show_used_gradients()
-        self.optimizers.drop_used_gradients()  # otherwise all of them would become users' `.grad` here
+        # Otherwise all of them would become users' `.grad` here.
+        self.optimizers.drop_used_gradients()
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(self.plan)
@@ -298,7 +301,9 @@ class Engine:
         """Place weights again if findings call for it, or even divide the module again."""
         arrangement = self.arrangement
         # Processes agree on an order when they meet: placing weights may take all of them.
-        called = self._called_units() if self.learned.order is None and not self._sums_gradients else []
+        called: list[str] = []
+        if self.learned.order is None and not self._sums_gradients:
+            called = self._called_units()
         if not self.learned.draw_conclusions(arrangement.units, called):
             return
         if self.learned.divided != arrangement.divided:
@@ -309,7 +314,8 @@ class Engine:
 
     def _called_units(self) -> list[str]:
         """Return the names of units that the last step has called, in the order of their calls."""
-        return [self.arrangement.streamed_members[number].unit_name for number in self.order.used_members()]
+        members = self.arrangement.streamed_members
+        return [members[number].unit_name for number in self.order.used_members()]
 
     def _adopt_plan(self, plan: WindowPlan | None, anew: bool = False) -> None:
         """Adopt a plan's window and policies; place weights again if the window changes, or if `anew`."""
@@ -329,7 +335,8 @@ class Engine:
         known = autocasts.common([member.name])
         is_new = known is not dtype and member.name not in autocasts.mixed
         if is_new and (member.is_streamed or self.arrangement.unused_in_step):
-            seen = [self.arrangement.streamed_members[number].name for number in self.order.used_members()]
+            members = self.arrangement.streamed_members
+            seen = [members[number].name for number in self.order.used_members()]
             if member.name in seen:
                 autocasts.mix(member.name)
             elif self._may_place_now():

@@ -37,13 +37,15 @@ class Stats:
     recomputed: int = 0  # unit calls whose forward ran again in backward
     host_syncs: int = 0  # times that the host waited for the device
     activation_bytes: int = 0  # device memory that saved tensors hold now, weights not counted
-    activation_peak_bytes: int = 0  # the maximum of it
+    activation_peak_bytes: int = 0  # the maximum of `activation_bytes`
     # times that the host waited for an optimizer's step because a weight was accessed
     optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute
     updates_on_device: int = 0  # the part of `overlapped_steps` that was made on the device
-    late_gradients: int = 0  # units whose gradients have waited on the device for their step on the host
-    steps_in_backward: int = 0  # the part of `overlapped_steps` that was made before backward had ended
+    # Units whose gradients have waited on the device for their step on the host.
+    late_gradients: int = 0
+    # The part of `overlapped_steps` that was made before backward had ended.
+    steps_in_backward: int = 0
     optimizer_steps: int = 0  # calls of an optimizer's `step`
     arrangements: int = 0  # times that weights were given places on host and device
     resets: int = 0  # recoveries after an exception in the middle of a step

@@ -36,12 +36,12 @@ _NUMPYS_AND_TORCHS = (
     numpy.generic, numpy.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme,
     torch.finfo, torch.iinfo, torch.Generator, torch.Stream, torch.Event,
 )  # fmt: skip
-# which refer to capsules and to objects of C++, and to no tensors
+# These refer to capsules and to objects of C++, and to no tensors.
 _NOT_OF_INTEREST = (
     type, torch._ops.OperatorBase, torch._ops.OpOverloadPacket, numpy.random.BitGenerator, numpy.random.Generator,
     numpy.random.RandomState,
 )  # fmt: skip
-# per thread or per context, where the collector does not look
+# These have values per thread or per context, where the collector does not look.
 _HIDING = (local, ContextVar)
 _KNOWN_TO_COLLECTOR = 1 << 14  # `Py_TPFLAGS_HAVE_GC`
 
@@ -61,7 +61,7 @@ def tensors_in(value: Any, hidden: list[Any] | None = None) -> list[Tensor]:
         return [value]
     found: list[Tensor] = []
     seen: set[int] = set()
-    waiting = [value]  # which grows, and so keeps everything alive whose identity was seen
+    waiting = [value]  # the list grows, and so keeps everything alive whose identity was seen
     for item in waiting:
         kind = type(item)
         if kind in _PLAIN or id(item) in seen:

@@ -66,7 +66,8 @@ class BackwardPass:
         self._events = events
         self._at_work = at_work
         self._device = device
-        self.in_use: list[Unit] = []  # the units that backward computes with now, for a call and for calls around it
+        # The units that backward computes with now, for a call and for calls around it.
+        self.in_use: list[Unit] = []
         self._reached: list[Unit] = []  # the units that backward has reached
         self._graphs: set[Graph] = set()
         self._callback: Callable[[], object] = lambda: None
@@ -90,7 +91,8 @@ class BackwardPass:
                     # Autograd keeps the callback alive for as long as the pass runs.
                     self._callback = weakref.ref(callback)
                     when_backward_ends(callback)
-                    self.running = True  # from now on, threads without this lock believe the callback
+                    # From now on, threads without this lock believe the callback.
+                    self.running = True
 
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""
@@ -110,7 +112,8 @@ class BackwardPass:
                 return
             weight = twin.weight
             if twin.gradient_hook is None:
-                register: Any = Tensor.register_post_accumulate_grad_hook  # a leaf's own method registers on the master
+                # A leaf's own method would register the hook on the master.
+                register: Any = Tensor.register_post_accumulate_grad_hook
                 twin.gradient_hook = register(twin.parameter, partial(self._collect, weight))
             if weight not in self._refusing:  # a graph may have been built on the master itself
                 with without_torch_function():

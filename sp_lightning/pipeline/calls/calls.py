@@ -42,11 +42,16 @@ class Calls:
     # -------------------------------------------------------------------------------------------------------- a step
 
     @contextmanager
-    def step(self, look_for_new_parameters: bool = False, continues_last_step: bool = False) -> Iterator[None]:
+    def step(
+        self,
+        look_for_new_parameters: bool = False,
+        continues_last_step: bool = False,
+    ) -> Iterator[None]:
         """Open a scope; the outermost one begins a step, or continues the backward of the last one."""
         graphs = self._story.graphs
         if graphs.scopes == 0:
-            optimizer_steps.depth = 0  # torch tells nobody of an optimizer step that ended with an exception
+            # Torch tells nobody of an optimizer step that ended with an exception.
+            optimizer_steps.depth = 0
         # An optimizer may call a closure that computes, also one that torch's step hooks do not see.
         with optimizer_waits():
             if graphs.scopes == 0:
@@ -132,7 +137,7 @@ class Calls:
         self._check_call(member)
         if self._needs_step():
             with self.alone(), self._step_of_call():
-                return member.module(*args, **kwargs)  # perhaps as a member of another unit
+                return member.module(*args, **kwargs)  # the module may be a member of another unit by now
         if member.unit is None:
             return self._call_around_units(member, partial(forward, *args, **kwargs))
         autocast = autocast_dtype(self._device.type)

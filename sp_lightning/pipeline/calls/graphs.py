@@ -123,7 +123,8 @@ def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return dict(zip(inputs, by_position, strict=True))
     inputs = [inputs] if isinstance(inputs, Tensor | Weight) else list(inputs)
     edges = [edges_of(value) if isinstance(value, Weight) else [value] for value in inputs]
-    if any(len(input_edges) > 1 for input_edges in edges):  # the outputs may have used one leaf of a weight alone
+    # The outputs may have used one leaf of a weight alone.
+    if any(len(input_edges) > 1 for input_edges in edges):
         kwargs["allow_unused"] = True
     edge_gradients = iter(torch.autograd.grad(outputs, list(chain.from_iterable(edges)), *args, **kwargs))
     gradients: list[Tensor | None] = []

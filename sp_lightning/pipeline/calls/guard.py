@@ -83,7 +83,8 @@ class Guard:
         self._steps = steps
         self._processes = processes
         self._weights: list[Weight] = []
-        self._served: list[Weight] = []  # the weights that were used outside of their modules in this step
+        # The weights that were used outside of their modules in this step.
+        self._served: list[Weight] = []
 
     def install(self, weights: Iterable[Weight]) -> None:
         """Guard the masters of weights."""
@@ -245,7 +246,8 @@ class Guard:
         graphs = self._graphs
         if builds_graph:
             if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
-                weight.casts = {}  # no backward adds the gradients of earlier casts to those of this one
+                # No backward adds the gradients of earlier casts to those of this one.
+                weight.casts = {}
             weight.cast_in = graphs.current.number
         leaf = self._arrangement.learned.casts.note_cast(weight, builds_graph, self._backward.follow_requires_grad)
         # Autocast used the lowered values before the weight was used in its own dtype, and still does.

@@ -44,9 +44,9 @@ class GuardOfMasters(Protocol):
         """Return the weight on the device in its own dtype, for an operation outside of its unit."""
 
 
-# the guards of masters and their weights, by the identity of the masters
+# The guard and the weight of each master, by the master's identity.
 guarded: dict[int, tuple[GuardOfMasters, Weight]] = {}
-guards: WeakSet[GuardOfMasters] = WeakSet()  # of models that are attached
+guards: WeakSet[GuardOfMasters] = WeakSet()  # the guards of all attached models
 
 
 class HostParameter(CopiedPlainly):

@@ -106,7 +106,7 @@ class Story:
             return
         with self.at_work:
             self._window.write_back_all()
-        self.graphs.begin_graph()  # whoever still holds the old graph waits for its backward
+        self.graphs.begin_graph()  # the old graph may still wait for its backward
 
     def guard_masters(self) -> None:
         """Begin a step or a backward pass: guard masters, and have weights on the device checked before use."""
@@ -123,7 +123,7 @@ class Story:
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         self.graphs.scopes = 0
-        if self.at_work.is_forked:  # the exception, SystemExit say, is all that matters there
+        if self.at_work.is_forked:  # only the exception matters in a fork, such as SystemExit
             return
         with self.at_work:
             self._window.stats.resets += 1
@@ -168,7 +168,7 @@ class Story:
             self._arrangement.unused_in_step = False
             member.entered += 1
             if self.backward.running and not is_backward:
-                # it ended with an exception that the user caught within the step
+                # It ended with an exception, which the user has caught within the step.
                 self.backward.abandon()
             self._bring_for_call(member, is_backward)
             if member.is_streamed and not self.activations.are_kept:
@@ -192,7 +192,7 @@ class Story:
             forward = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
             window.order.record_use(member.index, Pass.BACKWARD if is_backward else forward)
         if self.running:
-            self._guard.unblock(member)  # which may change what the member needs
+            self._guard.unblock(member)  # this may change the units that the member needs
         needed = member.needed
         if is_backward and any(unit.is_used_up for unit in needed):
             for entry in member.entries:
@@ -231,7 +231,7 @@ class Story:
                 self._trace.end_computing()
             self._follow_requires_grad(member)
             for unit in member.needed:
-                if unit.readers.has_aliases:  # which show what the forward has written
+                if unit.readers.has_aliases:  # aliases of masters show the forward's writes
                     self._window.write_back(unit.weights)
             if not (member.running_calls or (member.unit and member.unit.is_reached)):
                 member.put_back_masters()
@@ -279,7 +279,7 @@ class Story:
                 member.put_in_twins(backward.follow_requires_grad)
                 return
             self._put_in_leaves(unit, call)
-            # the backward of calls around it is not over either
+            # The backward of calls around this one is not over either.
             backward.in_use = [*call.needed, *member.called_in]
             window.prefetch(backward.in_use)
         self._trace.begin_computing(Kind.BACKWARD, member.unit_name)
@@ -312,8 +312,8 @@ class Story:
         self.activations.end_backward()
         if not self.graphs.scopes:
             self._window.write_back_all()
-            self.graphs.begin_graph()  # the one that checkpoints have built has had its backward
-        # not after `torch.autograd.grad`, which may run in some processes only
+            self.graphs.begin_graph()  # checkpoints have built a graph, which has had its backward
+        # This does not follow `torch.autograd.grad`, which may run in some processes only.
         if self._engine.has_gradients_on_device() or some_came:
             self.add_up_with_others()
         self.relax_guard()
@@ -321,8 +321,9 @@ class Story:
     def abandon_backward(self, is_running: bool) -> None:
         """Follow an exception that has ended a backward pass, or what came after it."""
         if is_running and self._stream.averages is not None:
-            self._stream.averages.abandon_pass()  # or other processes would wait for this one's part of it
-        # before the memory that it reads is given to anybody else
+            # Otherwise other processes would wait for this one's part of the pass.
+            self._stream.averages.abandon_pass()
+        # Steps end before the memory that they read is given to others.
         self._optimizers.abandon()
 
     def add_up_with_others(self) -> None:

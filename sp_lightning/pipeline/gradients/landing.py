@@ -44,11 +44,13 @@ class LandingBuffers:
     def __init__(self, backend: Backend, waiting: WaitingRoom) -> None:
         self._backend = backend
         self._waiting = waiting
-        self._buffers: list[LandingBuffer] = []  # the smallest first
+        self._buffers: list[LandingBuffer] = []  # all buffers, the smallest first
         self._released = threading.Condition()
         self._turns = count(1)
-        self._arriving_bytes: list[int] = []  # the bytes of each unit's gradients in the dtypes in which they arrive
-        self._sum_bytes: list[int] = []  # their bytes in the masters' dtypes, in which they are summed
+        # The bytes of each unit's gradients in the dtypes in which they arrive.
+        self._arriving_bytes: list[int] = []
+        # The bytes of each unit's gradients in the masters' dtypes, in which they are summed.
+        self._sum_bytes: list[int] = []
 
     def size_for(self, units: Sequence[Unit]) -> None:
         """Size the buffers for these units; they are made when the first one is needed."""
@@ -84,7 +86,8 @@ class LandingBuffers:
             self.free_memory()
             self._make([*self._sum_bytes, nbytes])
         large = [buffer for buffer in self._buffers if buffer.bytes.nbytes >= nbytes]
-        if not large:  # Some weights were frozen, or lowered, when buffers were made. This buffer is used once.
+        # Buffers were made when some weights were frozen, or lowered. This one is used once.
+        if not large:
             large.append(LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released))
         return large
 

@@ -91,7 +91,8 @@ class _Sum(NamedTuple):
     """A sum of gradients of one weight."""
 
     total: Tensor
-    before: Tensor | None  # the sum begins with this: with itself, with the first gradient, or with nothing
+    # The sum begins with this: with itself, with the first gradient, or with nothing.
+    before: Tensor | None
     added: Tensor
     norm: Tensor | None  # the sum's norm is written here; None if it is not measured
 
@@ -142,7 +143,7 @@ class Routes:
 
     def _keep(self, of_segment: SegmentGradients) -> None:
         """Copy gradients, and their norms if these are measured, to the unit's own memory, where they stay."""
-        of_segment.wait()  # for earlier gradients in that memory
+        of_segment.wait()  # earlier gradients may be on their way to that memory
         gathered = of_segment.take_gathered()
         memory = of_segment.make_arrived()
         has_norms = self.measures_norms and of_segment.layout.norm_dtype is not None
@@ -241,7 +242,7 @@ class Routes:
         places = dict(zip(of_segment.trained, tensors, strict=True))
         torch._foreach_copy_([places[gradient] for gradient in gathered], list(gathered.values()))
         nbytes = layout.norms_at
-        if has_norms:  # also of gradients that have not come
+        if has_norms:  # norms of gradients that have not come are measured, too, and not used
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
         self.download_part(of_segment, memory.bytes[:nbytes], staging)

@@ -40,7 +40,8 @@ class Gradient:
         self.expected_dtype = weight.compute_dtype
         # The engine's gradient, as it came, or a sum in the master's dtype. On the host it may not have landed yet.
         self.tensor: Tensor | None = None
-        self.norm: Tensor | None = None  # the norm of `tensor`, on the host; None if it is not known
+        # The norm of `tensor`, on the host; None if it is not known.
+        self.norm: Tensor | None = None
         # An update multiplies the gradient by each of these: the inverse of a loss scale, a clipping factor.
         self.factors: tuple[Tensor, ...] = ()
         self.is_used = False  # whether an optimizer's step has used `tensor`
@@ -60,7 +61,7 @@ class Gradient:
         self.norm = norm
         self.is_sum = is_sum
         self.is_used = False
-        if self.weight.leftover is Leftover.ZEROS:  # they add nothing
+        if self.weight.leftover is Leftover.ZEROS:  # zeros add nothing to the gradient
             self.weight.leftover = Leftover.NOTHING
 
     def fill_zeros(self) -> None:
@@ -190,11 +191,14 @@ class SegmentGradients:
         self.is_consumed = False
         # The gradients that backward has brought, and that have not been sent yet.
         self.gathered: dict[Gradient, Tensor] = {}
-        self.missing = 0  # the number of trained weights whose gradients have not come in this backward pass
+        # The number of trained weights whose gradients have not come in this backward pass.
+        self.missing = 0
         # Whether the gradient that came last is its weight's last one in this backward pass.
         self.is_last = False
-        self.is_on_device = False  # whether the gradients stay on the device until the unit is updated
-        self.ticket: Ticket | None = None  # done when no copy and no addition of gradients is under way
+        # Whether the gradients stay on the device until the unit is updated.
+        self.is_on_device = False
+        # Done when no copy and no addition of gradients is under way.
+        self.ticket: Ticket | None = None
         self.arrived: GradientMemory | None = None
         self.sums: GradientMemory | None = None
         self.landing: LandingBuffer | None = None
@@ -358,7 +362,7 @@ class SegmentGradients:
         try:
             ticket.join()
         finally:
-            if ticket.done:  # not if an interrupt has ended the wait
+            if ticket.done:  # an interrupt may have ended the wait
                 self.ticket = None
 
     def abandon(self) -> None:

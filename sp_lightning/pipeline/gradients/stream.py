@@ -46,7 +46,8 @@ class GradientStream:
         self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
-        self.averages: Averages | None = None  # averages gradients over processes; None if there is only one
+        # Averages gradients over processes; None if there is only one.
+        self.averages: Averages | None = None
         self._window = window
         self._waiting = waiting
         self._device = device
@@ -55,7 +56,8 @@ class GradientStream:
     def follow_segments(self, by_segment: Sequence[SegmentGradients]) -> None:
         """Bring the gradients of these segments from now on, and of no others."""
         self._by_segment = by_segment
-        self.gradient_of = {gradient.weight: gradient for of_segment in by_segment for gradient in of_segment.gradients}
+        gradients = [gradient for of_segment in by_segment for gradient in of_segment.gradients]
+        self.gradient_of = {gradient.weight: gradient for gradient in gradients}
 
     def is_used_up(self, weight: Weight) -> bool:
         """Tell whether an optimizer has stepped a weight in backward, and its `step()` is yet to be called."""
@@ -200,7 +202,8 @@ class GradientStream:
     def bytes_on_device(self) -> int:
         """Return the bytes of gradients that stay on the device."""
         staying = [of_segment for of_segment in self._by_segment if of_segment.is_on_device]
-        tensors = [gradient.tensor for of_segment in staying for gradient in of_segment.stored_gradients]
+        gradients = [gradient for of_segment in staying for gradient in of_segment.stored_gradients]
+        tensors = [gradient.tensor for gradient in gradients]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     # ------------------------------------------------------------------------------------------- when backward ends

@@ -70,7 +70,7 @@ class WaitingRoom:
         name = of_segment.unit.name
         if self.planned is not None:
             waits = name in self.planned
-        elif of_segment.memory is not None:  # they have their place
+        elif of_segment.memory is not None:  # the gradients have their memory on the host
             waits = False
         else:
             nbytes = of_segment.sum_layout.nbytes if more_comes else of_segment.layout.nbytes

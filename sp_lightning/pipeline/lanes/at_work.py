@@ -48,7 +48,7 @@ def _note_fork() -> None:
         made_before.note_fork()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_note_fork)
 
 

@@ -54,7 +54,7 @@ UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
 
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
-    "CUDA driver error: out of memory",  # with expandable segments
+    "CUDA driver error: out of memory",  # this comes with expandable segments
     "HIP error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -214,7 +214,8 @@ class Trace:
         self._is_on = False  # whether somebody records or profiles
         self._logs: list[_Log] = []  # the logs of recordings, which may overlap
         self._computing: _TraceEntry  # the entry of the unit that is computing now
-        self._range: record_function | None = None  # its range in torch's profile; None if no unit computes
+        # The range of that unit in torch's profile; None if no unit computes.
+        self._range: record_function | None = None
 
     def upload(
         self,

@@ -128,7 +128,8 @@ class _StreamTicket(Ticket):
         return begin / 1000, end / 1000
 
 
-_MOST_REFUSALS = 3  # after so many refusals to pin memory, each of which costs time, nothing more is pinned
+# After so many refusals to pin memory, each of which costs time, nothing more is pinned.
+_MOST_REFUSALS = 3
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
 
 
@@ -213,7 +214,8 @@ class AcceleratorBackend(Backend):
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
         # The host's thread sleeps until a copy has come down. Otherwise it would spin beside the thread that launches
         # kernels.
-        to_host = (self._down, self._update_streams[Kind.STATE_DOWN], self._update_streams[Kind.LATE_GRADIENTS])
+        updates = self._update_streams
+        to_host = (self._down, updates[Kind.STATE_DOWN], updates[Kind.LATE_GRADIENTS])
         sleeps = self.device.type == "cuda" and stream in to_host
         flags = {"blocking": True} if sleeps else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
@@ -270,13 +272,14 @@ class AcceleratorBackend(Backend):
     @override
     def unpin(self, memory: Tensor) -> None:
         with self._on_device():
-            if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:  # an interrupt came before it was pinned
+            # This fails if an interrupt came before the memory was pinned.
+            if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:
                 self._clear_error()
 
     @override
     def memory(self) -> DeviceMemory:
         free, total = self._api.mem_get_info(self.device)
-        # the user may have limited the process with `torch.cuda.set_per_process_memory_fraction`
+        # The user may have limited the process with `torch.cuda.set_per_process_memory_fraction`.
         allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
         total = int(allowed(self.device) * total)
         allocated = self._api.memory_allocated(self.device)
@@ -317,7 +320,7 @@ def full_device(device: torch.device | str | None) -> torch.device:
         if not hasattr(torch.get_device_module(device), "Stream"):
             device = "cpu"
     try:
-        return torch.empty(0, device=device).device  # which has an index
+        return torch.empty(0, device=device).device  # a tensor's device has an index
     except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         # Torch's message may list all kinds of devices that it has ever known.
         reason = "It knows no such device." if "Expected one of" in str(error) else str(error).partition("\n")[0]

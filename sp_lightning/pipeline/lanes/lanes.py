@@ -48,7 +48,8 @@ class Kind(enum.Enum):
     LOAD = "load", Lane.TO_DEVICE
     FETCH = "fetch", Lane.TO_DEVICE
     GRADIENTS = "gradients", Lane.TO_HOST
-    LATE_GRADIENTS = "late gradients", Lane.TO_HOST  # they have waited on the device for their unit's update
+    # They have waited on the device for their unit's update.
+    LATE_GRADIENTS = "late gradients", Lane.TO_HOST
     OFFLOAD = "offload", Lane.TO_HOST
     STATE_UP = "state up", Lane.TO_DEVICE
     STATE_DOWN = "state down", Lane.TO_HOST

@@ -122,12 +122,12 @@ class Clipping:
         Gradients of parameters that do not stream are clipped at once. For these the host waits until all have landed.
         """
         parameters = list(parameters)
-        max_norm = float(max_norm)  # as torch does first: the factor would be rounded otherwise
+        max_norm = float(max_norm)  # torch does so, too: otherwise the factor would be rounded
         with self._at_work:
-            found = self._find(parameters)
-            why_torch_clips = self._why_torch_clips(found)
+            found_gradients = self._find_gradients(parameters)
+            why_torch_clips = self._why_torch_clips(found_gradients)
             if why_torch_clips is None:
-                self._clip_norm(found, max_norm)
+                self._clip_norm(found_gradients, max_norm)
                 return
         _LOG.debug("Torch clips gradients, and so reads all of them: %s.", why_torch_clips)
         nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -135,13 +135,13 @@ class Clipping:
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
         """Return the norm of all gradients, for which the host waits; None if torch has to read them."""
         with self._at_work:
-            found = self._find(parameters)
-            if self._why_torch_clips(found) is not None:
+            found_gradients = self._find_gradients(parameters)
+            if self._why_torch_clips(found_gradients) is not None:
                 return None
             self._stream.settle()
-            dtype = found.ours[0].weight.dtype
-            found.measure_others(dtype)
-            return _total(found.norms, dtype)
+            dtype = found_gradients.ours[0].weight.dtype
+            found_gradients.measure_others(dtype)
+            return _total(found_gradients.norms, dtype)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
@@ -149,52 +149,52 @@ class Clipping:
         If there are none that bring their norms, nothing is done, and None is returned.
         """
         with self._at_work:
-            found = self._find(parameters_of(optimizer))
-            ours = found.ours
-            if found.why_torch_reads is not None or not ours:
+            found_gradients = self._find_gradients(parameters_of(optimizer))
+            ours = found_gradients.ours
+            if found_gradients.why_torch_reads is not None or not ours:
                 return None
             if any(gradient.norm is None for gradient in ours):
                 return None  # only reading all of them could tell
             self._stream.settle()
-            found.measure_others(torch.float32)
+            found_gradients.measure_others(torch.float32)
             overflow = False
-            for gradient_norm in found.norms:
+            for gradient_norm in found_gradients.norms:
                 # A norm may overflow though all elements are finite.
                 if not gradient_norm.measure(torch.float32).isfinite():
                     overflow |= not gradient_norm.gradient.isfinite().all()
             factor = inverse_scale.clone()
             for gradient in ours:
                 gradient.scale(factor)
-            found.multiply_others(inverse_scale)
+            found_gradients.multiply_others(inverse_scale)
             return overflow
 
-    def _clip_norm(self, found: _FoundGradients, max_norm: float) -> None:
-        ours = found.ours
+    def _clip_norm(self, found_gradients: _FoundGradients, max_norm: float) -> None:
+        ours = found_gradients.ours
         dtype = ours[0].weight.dtype
         with torch.inference_mode(False):
             factor = torch.empty((), dtype=dtype, device="cpu")
         by_segment = {gradient.of_segment: None for gradient in ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
-        found.measure_others(dtype)
-        job = Job(partial(_find_factor, found.norms, max_norm, factor), landed)
+        found_gradients.measure_others(dtype)
+        job = Job(partial(_find_factor, found_gradients.norms, max_norm, factor), landed)
         ticket = self._backend.work(job)
         for gradient in ours:
             gradient.scale(factor)
         for of_segment in by_segment:
             of_segment.set_ticket(ticket)
-        if found.others:
+        if found_gradients.others:
             ticket.join()
-            found.multiply_others(factor)
+            found_gradients.multiply_others(factor)
 
-    def _why_torch_clips(self, found: _FoundGradients) -> str | None:
+    def _why_torch_clips(self, found_gradients: _FoundGradients) -> str | None:
         """Return why norms would have other bits than torch's; None if they have the same."""
-        if found.why_torch_reads is not None:
-            return found.why_torch_reads
-        ours = found.ours
+        if found_gradients.why_torch_reads is not None:
+            return found_gradients.why_torch_reads
+        ours = found_gradients.ours
         if not ours:
             return "all gradients are on the GPU, where torch computes their norms without waiting"
         dtypes = {gradient.weight.dtype for gradient in ours}
-        dtypes.update(other.gradient.dtype for other in found.others)
+        dtypes.update(other.gradient.dtype for other in found_gradients.others)
         if len(dtypes) != 1 or not dtypes <= MEASURED:
             return "gradients are of several dtypes, or of one whose norms do not travel"
         factors = ours[0].factors
@@ -202,14 +202,14 @@ class Clipping:
             return "some gradients are scaled in another way than others"
         if factors:
             self._stream.settle()  # an earlier clip may still compute one of the factors
-        # powers of two scale a norm exactly as they scale the gradient
+        # Powers of two scale a norm exactly as they scale the gradient.
         if not all(math.frexp(float(factor))[0] == 0.5 for factor in factors):
             return "a scaled norm rounds in another way than the norm of what is scaled"
         return None
 
-    def _find(self, parameters: Iterable[nn.Parameter]) -> _FoundGradients:
+    def _find_gradients(self, parameters: Iterable[nn.Parameter]) -> _FoundGradients:
         """Find the gradients of parameters."""
-        found = _FoundGradients()
+        found_gradients = _FoundGradients()
         for parameter in parameters:
             weight = self._weights.get(id(parameter))
             gradient = None if weight is None else self._stream.gradient_of[weight]
@@ -218,14 +218,14 @@ class Clipping:
                 if gradient.weight.leftover is Leftover.ZEROS:
                     gradient.fill_zeros()
             if gradient is not None and gradient.tensor is not None:
-                found.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
-                found.ours.append(gradient)
+                found_gradients.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
+                found_gradients.ours.append(gradient)
             elif (user_gradient := parameter.grad) is not None:
                 if weight is not None:
-                    found.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
+                    found_gradients.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
                 elif type(user_gradient) is not Tensor or user_gradient.layout is not torch.strided:
-                    found.why_torch_reads = "a gradient is no plain tensor"
+                    found_gradients.why_torch_reads = "a gradient is no plain tensor"
                 other_norm = _Norm(user_gradient)
-                found.others.append(other_norm)
-                found.norms.append(other_norm)
-        return found
+                found_gradients.others.append(other_norm)
+                found_gradients.norms.append(other_norm)
+        return found_gradients

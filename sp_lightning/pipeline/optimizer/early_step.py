@@ -84,7 +84,7 @@ class EarlyStep(Step):
             state = self.optimizer.state
             for parameter in parameters_of(self.optimizer):
                 if parameter in state and parameter not in self._had_state:
-                    state[parameter] = state.pop(parameter)  # in the order in which torch makes it
+                    state[parameter] = state.pop(parameter)  # torch makes state in the order of parameters
         for of_segment in self.stepped:
             of_segment.unit.is_ahead = False
             of_segment.acknowledge_step()
@@ -104,25 +104,30 @@ class EarlyStep(Step):
                 stacklevel=2,
             )
 
-    def check_promises(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, why_not: str | None) -> None:
+    def check_promises(
+        self,
+        optimizer: Optimizer,
+        optimizer_weights: OptimizerWeights,
+        why_not: str | None,
+    ) -> None:
         """Raise if the scope's promises are broken when an optimizer's `step()` is called.
 
         `why_not` tells why units cannot be stepped one by one now; None if they can.
         """
-        why = None
+        broken_promise = None
         if optimizer is not self.optimizer:
             stepped = chain.from_iterable(of_segment.trained for of_segment in self.stepped)
             if not optimizer_weights.gradients.keys().isdisjoint(stepped):
-                why = f"{type(optimizer).__name__} is about to update some of their weights before `step()`"
+                broken_promise = f"{type(optimizer).__name__} is about to update some of their weights before `step()`"
         elif why_not is not None:
-            why = why_not
+            broken_promise = why_not
         elif self.settings != settings_of(optimizer, self.fused):
-            why = (
+            broken_promise = (
                 "its param groups were changed before `step()`: set learning rates and the like "
                 "before backward or after the step"
             )
-        if why is not None:
+        if broken_promise is not None:
             name = type(self.optimizer).__name__
             raise RuntimeError(
-                f"{name} has updated units in backward, but now {why}. Train with `overlap_optimizer=False`."
+                f"{name} has updated units in backward, but now {broken_promise}. Train with `overlap_optimizer=False`."
             )

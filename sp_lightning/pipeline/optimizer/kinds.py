@@ -99,7 +99,8 @@ def settings_of(optimizer: Optimizer, fused: bool) -> list[dict[str, Any]]:
     groups = []
     for param_group in optimizer.param_groups:
         options = {key: value for key, value in param_group.items() if key != "params"}
-        settings: dict[str, Any] = tree_map_only(Tensor, _copy_of_number, options)  # also in lists
+        # Options may be lists of tensors.
+        settings: dict[str, Any] = tree_map_only(Tensor, _copy_of_number, options)
         undecided = settings.get("fused", False) is None and settings.get("foreach") is None
         if fused and undecided and type(optimizer) in HAVE_FUSED_KERNELS:
             # up to torch 2.13 SGD's kernel silently leaves weights in half precision as they are (pytorch#191763)
@@ -157,7 +158,8 @@ class OptimizerWeights:
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
-                if weight is not None and not isinstance(weight, QuantizedWeight):  # nobody trains these
+                # Nobody trains quantized weights.
+                if weight is not None and not isinstance(weight, QuantizedWeight):
                     self.gradients[stream.gradient_of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}
         # The units of the weights; the one that the next forward needs first comes first.
@@ -178,7 +180,12 @@ class Step:
             state, which depends on torch's default dtype, for example.
     """
 
-    def __init__(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, fused: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        optimizer_weights: OptimizerWeights,
+        fused: bool,
+    ) -> None:
         self.optimizer = optimizer
         self.optimizer_weights = optimizer_weights
         self.fused = fused

@@ -40,7 +40,9 @@ def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device:
     with without_torch_function():
         for group in optimizer.param_groups:
             counts_there = device.type == "cpu" or group.get("fused") or group.get("capturable")
-            for parameter in [parameter for parameter in group["params"] if id(parameter) in moving]:
+            for parameter in group["params"]:
+                if id(parameter) not in moving:
+                    continue
                 state = optimizer.state.get(parameter, {})
                 # a copy, because a step of a backward may make state at the same time
                 for key, value in state.copy().items():
@@ -147,7 +149,7 @@ class Living:
     @torch.no_grad()
     def move_units(self, arrangement: Arrangement) -> None:
         """Move units that leave the device, and then those that come to it, before anything is laid out."""
-        # all processes share state in one order
+        # All processes share state in the same order.
         units = sorted(arrangement.all_units, key=attrgetter("name"))
         for unit in units:
             leaving = [weight.master for weight in unit.weights if weight.stays_on_device]
@@ -159,7 +161,8 @@ class Living:
             if self._processes is not None:
                 self._states.share(coming, self._processes)
             self._move(coming, self._device)
-            if self._device == HOST:  # the emulated device: there is no other memory, so they are copied
+            # The emulated device has no other memory, so they are copied.
+            if self._device == HOST:
                 copy_parameters(coming)
 
     @torch.inference_mode(False)

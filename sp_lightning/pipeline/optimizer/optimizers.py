@@ -72,8 +72,11 @@ class Optimizers:
         self.afterwards = Afterwards.DROPPED
         # The gradients that optimizers have used since the last step of the module began.
         self._used_gradients: list[Gradient] = []
-        self.shows_used_gradients = False  # whether users may read these even after the module is detached
-        self._weights_by_optimizer: weakref.WeakKeyDictionary[Optimizer, OptimizerWeights] = weakref.WeakKeyDictionary()
+        # Whether users may read these even after the module is detached.
+        self.shows_used_gradients = False
+        # The weights of each optimizer.
+        self._weights_by_optimizer: weakref.WeakKeyDictionary[Optimizer, OptimizerWeights]
+        self._weights_by_optimizer = weakref.WeakKeyDictionary()
         self._steps_by_unit = False  # whether units are stepped after the optimizer step under way
         # The step that began in backward, until its `step()` has been called.
         self._step_in_backward: EarlyStep | None = None
@@ -143,7 +146,8 @@ class Optimizers:
                 stand_in.param_groups = [self._without_weights(group) for group in stand_in.param_groups]
             elif self._is_follower:
                 self._steps.stream.consume(optimizer_weights.gradients)
-                for gradient in optimizer_weights.gradients:  # the optimizer skips parameters without a gradient
+                # The optimizer skips parameters without a gradient.
+                for gradient in optimizer_weights.gradients:
                     gradient.weight.master.grad = None
             elif optimizer_weights.gradients:
                 self._steps.settle()
@@ -166,7 +170,8 @@ class Optimizers:
             self._at_work.continuing_thread = None
             optimizer_weights = self._weights_of(optimizer)
             if self._steps_by_unit:
-                self._steps_by_unit = False  # another optimizer may wrap this one, and its step has not ended yet
+                # Another optimizer may wrap this one, and its step has not ended yet.
+                self._steps_by_unit = False
                 self._step(optimizer, optimizer_weights)
             else:
                 for unit in optimizer_weights.units:
@@ -176,11 +181,10 @@ class Optimizers:
                 self._step_in_backward.acknowledge()
                 self._step_in_backward = None
             if self.afterwards is Afterwards.DROPPED:  # the device needs the memory
-                waited = [
-                    each
-                    for each in optimizer_weights.gradients
-                    if each.of_segment.is_on_device and not each.weight.unit.updates_on_device
-                ]
+                waited: list[Gradient] = []
+                for gradient in optimizer_weights.gradients:
+                    if gradient.of_segment.is_on_device and not gradient.weight.unit.updates_on_device:
+                        waited.append(gradient)
                 self._steps.stream.consume(waited)
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:
@@ -208,8 +212,10 @@ class Optimizers:
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
-        for device in {parameter.device for parameter in parameters}:  # they may have moved since it was made
-            move_state(optimizer, [parameter for parameter in parameters if parameter.device == device], device)
+        # Parameters may have moved since the optimizer was made.
+        for device in {parameter.device for parameter in parameters}:
+            there = [parameter for parameter in parameters if parameter.device == device]
+            move_state(optimizer, there, device)
         return True
 
     def _finish_steps(self, *_: object) -> None:
@@ -267,13 +273,15 @@ class Optimizers:
             return None
         with self._at_work:
             optimizer_weights = self._weights_of(optimizer)
-            if any(gradient.weight.leftover is Leftover.USED for gradient in optimizer_weights.gradients):
+            weights = [gradient.weight for gradient in optimizer_weights.gradients]
+            if any(weight.leftover is Leftover.USED for weight in weights):
                 return None  # its `step()` will raise an error
             return EarlyStep(optimizer, optimizer_weights, self._steps, keeps_gradients)
 
     def abandon(self) -> None:
         """Finish the steps that were given to the thread, and begin no other, after an exception."""
-        with contextlib.suppress(Exception):  # this error was raised already, or is due to the exception
+        # An error here was raised already, or is due to the exception.
+        with contextlib.suppress(Exception):
             self._steps.settle()
         self._steps.stream.early_step = None
         early = self._step_in_backward

@@ -73,7 +73,8 @@ class UnitSteps:
 
         Weights without a gradient stay as they are.
         """
-        inputs = step.inputs_by_unit.pop(unit, {})  # the step must not keep gradients that have stayed on the device
+        # The step must not keep gradients that have stayed on the device.
+        inputs = step.inputs_by_unit.pop(unit, {})
         if inputs and unit.updates_on_device and not unit.split_off and self._step_on_device(unit, step, inputs):
             self.window.stats.updates_on_device += 1
         elif inputs:
@@ -86,7 +87,8 @@ class UnitSteps:
     def _step_on_device(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> bool:
         """Have the device update the unit in this step, and tell whether it can."""
         window = self.window
-        window.finish_optimizer(unit)  # otherwise state might be moved while an earlier step uses it
+        # Otherwise state might be moved while an earlier step uses it.
+        window.finish_optimizer(unit)
         visit = self.visits.visit_of(step, inputs)
         if isinstance(visit, str):
             self.visits.why_not = visit
@@ -158,7 +160,8 @@ class UnitSteps:
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
         ticket = unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
-        if unit.split_off:  # these weights are in units of their own, which do not wait for this step
+        # These weights are in units of their own, which do not wait for this step.
+        if unit.split_off:
             window.finish_optimizer(unit)
         return ticket
 
@@ -170,11 +173,10 @@ class UnitSteps:
         """
         generations = self._next_generations(unit, optimizer_weights)
         if generations and unit.is_followed:
-            weights = {
-                weight for weight in unit.weights if self.stream.gradient_of[weight] in optimizer_weights.gradients
-            }
-            stepped = [generation.memory.when_published(generation.number) for generation in generations]
-            job = Job(partial(note_stepped, unit.segments, weights), stepped)
+            stepped_gradients = optimizer_weights.gradients
+            weights = {weight for weight in unit.weights if self.stream.gradient_of[weight] in stepped_gradients}
+            published = [memory.when_published(number) for memory, number in generations]
+            job = Job(partial(note_stepped, unit.segments, weights), published)
             self._hand_over(unit, weights, job)
         elif generations:
             self.window.finish_optimizer(unit)

@@ -46,7 +46,7 @@ class _Exchange(NamedTuple):
     run: GradientRun
     staging: GradientMemory  # the buffer that the run was sent from
     begin: int  # where the run begins in that buffer
-    everyones: Tensor  # from each process, its part of this process's share
+    everyones: Tensor  # the parts of this process's share, one from each process
     work: Any  # torch's handle to the exchange
 
 
@@ -70,10 +70,14 @@ class Averages:
         # The sums of each segment, made in all processes when its first gradients come.
         self._sums: dict[SegmentGradients, SharedSums] = {}
         self._has_begun = False  # whether a pass of all processes is under way
-        self._to_come: dict[SegmentGradients, SharedSums] = {}  # segments to be exchanged in this pass, in order
-        self._ready: set[SegmentGradients] = set()  # segments that are complete, and wait for their turn
-        self._exchanged: dict[SegmentGradients, SharedSums] = {}  # segments that were exchanged in this pass
-        self._exchanges: list[_Exchange] = []  # the exchanges of the last of these, until they are finished
+        # Segments to be exchanged in this pass, in order.
+        self._to_come: dict[SegmentGradients, SharedSums] = {}
+        # Segments that are complete, and wait for their turn.
+        self._ready: set[SegmentGradients] = set()
+        # Segments that were exchanged in this pass.
+        self._exchanged: dict[SegmentGradients, SharedSums] = {}
+        # The exchanges of the last one, until they are finished.
+        self._exchanges: list[_Exchange] = []
         # The copies of a segment's shares to the host, until the segment was passed on.
         self._landing: dict[SegmentGradients, list[Ticket]] = {}
 
@@ -254,7 +258,8 @@ class Averages:
         buffer = self._routes.landing.take(nbytes)
         landed = buffer.bytes[:nbytes]
         ticket = self._routes.download_part(of_segment, landed, staging, begin)
-        addition = Job(partial(add, run.share, landed.view(run.sum_dtype)), [ticket], 2 * nbytes, buffer.release)
+        action = partial(add, run.share, landed.view(run.sum_dtype))
+        addition = Job(action, [ticket], 2 * nbytes, buffer.release)
         return self._window.backend.trace.work(Kind.ADD, of_segment.unit.name, addition)
 
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = ()) -> None:
@@ -263,13 +268,14 @@ class Averages:
         number, box, counters = self._processes.passes, self._processes.box, sums.memory.counters
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
-        if self._routes.measures_norms and box.is_keeper:  # once for all processes
+        if self._routes.measures_norms and box.is_keeper:  # the keeper measures norms for all processes
             measured = sums.brought_anywhere
             tickets.append(CounterTicket(box, counters[1:], number))  # the norms are of all shares
         land = partial(sums.land, number, measured)
         own_share = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
         # This process's own error is raised first, and not as if the others were late.
-        of_segment.set_ticket(backend.work(Job(after=[own_share, CounterTicket(box, counters, number)])))
+        all_shares = CounterTicket(box, counters, number)
+        of_segment.set_ticket(backend.work(Job(after=[own_share, all_shares])))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
@@ -288,9 +294,10 @@ class Averages:
             if of_segment not in self._exchanged:
                 of_segment.show()
                 others.update({weight.name: weight.master for weight in of_segment.segment.weights})
-        gradients = {name: each.grad for name, each in others.items() if each.grad is not None}
+        gradients = {name: other.grad for name, other in others.items() if other.grad is not None}
         is_sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
-        brought = [each.weight.name for sums in self._exchanged.values() for each in sums.brought_here]
+        here = [gradient for sums in self._exchanged.values() for gradient in sums.brought_here]
+        brought = [gradient.weight.name for gradient in here]
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))
@@ -298,7 +305,8 @@ class Averages:
         before = len(known)
         known.update(*everyones_brought, *names)
         if len(known) > before:
-            self._routes.staging.release()  # buffers were as large as gradients in the masters' dtypes
+            # Its buffers were as large as gradients in the masters' dtypes.
+            self._routes.staging.release()
         if any(are_sparse):
             raise RuntimeError(
                 "Sparse gradients are not averaged over processes. Let the layer have "

@@ -23,7 +23,7 @@ from typing_extensions import override
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import readable_bytes
 
-_COUNTER_BYTES = 64  # of each process, behind the shared memory: a cache line
+_COUNTER_BYTES = 64  # the bytes of each process's counter, behind the shared memory: a cache line
 _PAUSE = 50e-6  # seconds between two looks at another process's counter
 _SECONDS_BETWEEN_CHECKS = 0.2  # seconds between two checks whether all processes are alive
 
@@ -39,7 +39,8 @@ class Box:
         self.is_keeper = self.rank == 0
         self._group = group
         self._timeout = timeout.total_seconds()
-        self.failure: RuntimeError | None = None  # why this process cannot wait for the others any more
+        # Why this process cannot wait for the others any more.
+        self.failure: RuntimeError | None = None
         self._next_check = 0.0  # when to check next whether all processes are alive
         self._processes: list[Path] = []  # the entry in /proc of each process
         self._processes = [Path(f"/proc/{process}") for process in self.gather(os.getpid())]
@@ -82,7 +83,7 @@ class Box:
                 "The processes of this machine cannot share memory: they have to run in one "
                 f"container, as one user, or as machines of one device each (`num_nodes`). {error}"
             ) from error
-        self.gather()  # all have opened it
+        self.gather()  # all processes have opened the file afterwards
         if file is not None:
             os.close(file)
         counters = memory[-self.count * _COUNTER_BYTES :].view(torch.int64)

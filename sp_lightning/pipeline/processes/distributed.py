@@ -48,10 +48,12 @@ class Processes:
         self.box = Box(self.machine_group, timeout)
         # Whether gradients are averaged when a backward ends. If not, later backward passes add to them first.
         self.averages = True
-        self.trains = True  # whether the steps of all processes belong together; they do not in evaluation
+        # Whether the steps of all processes belong together; they do not in evaluation.
+        self.trains = True
         self.passes = 0  # the number of backward passes of all processes
         self.steps = 0  # the number of optimizer steps taken while gradients were averaged
-        self.trained_names: set[str] = set()  # the names of weights that had a gradient in any process
+        # The names of weights that had a gradient in any process.
+        self.trained_names: set[str] = set()
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:

@@ -83,7 +83,8 @@ class Autocasts:
 
     def __init__(self) -> None:
         self.default: torch.dtype | None = None  # the dtype for modules that are not in `noted`
-        self.noted: dict[str, torch.dtype | None] = {}  # the last dtype of modules that were called under another one
+        # The last dtype of modules that were called under another one.
+        self.noted: dict[str, torch.dtype | None] = {}
         # Modules that were called under several dtypes, in one step or in several processes: they count as under none.
         self.mixed: set[str] = set()
 
@@ -123,8 +124,10 @@ class Casts:
 
     def __init__(self) -> None:
         self.lowered: set[int] = set()  # masters that autocast casts
-        self.used_as_is: set[int] = set()  # masters that are used in their own dtype, alone or besides a cast
-        self.has_news = False  # whether a step has shown that a weight is better sent in another dtype
+        # Masters that are used in their own dtype, alone or besides a cast.
+        self.used_as_is: set[int] = set()
+        # Whether a step has shown that a weight is better sent in another dtype.
+        self.has_news = False
         self._probe: nn.Parameter | None = None
 
     def choose_dtypes(
@@ -138,8 +141,8 @@ class Casts:
         `autocasts` has the dtype for each weight whose modules are called under autocast.
         """
         self.lowered |= weights_of_cast_layers(module)
-        parts = [part for part in module.modules() if isinstance(part, WITH_FAST_PATH)]
-        as_is = self.used_as_is | {id(parameter) for part in parts for parameter in part.parameters()}
+        layers = [layer for layer in module.modules() if isinstance(layer, WITH_FAST_PATH)]
+        as_is = self.used_as_is | {id(parameter) for layer in layers for parameter in layer.parameters()}
         for weights in sent_together:
             watched = [weight for weight in weights if weight in autocasts and id(weight.master) not in as_is]
             watched = [weight for weight in watched if weight.dtype is torch.float32]
@@ -185,7 +188,7 @@ class Casts:
         if self._probe is None:
             self._probe = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
         nothing = self._probe.detach()[:, :0]
-        # it saves nothing for backward
+        # This product saves nothing for backward.
         product: Any = torch.addmm(self._probe, nothing, nothing.t()).grad_fn
         return product.next_functions[0][0]
 
@@ -194,8 +197,8 @@ def weights_of_cast_layers(module: nn.Module) -> set[int]:
     """Return the identities of weights that one layer owns, and whose layer has torch's own forward."""
     owners = Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
     layers = [part for part in module.modules() if part.__class__ in _CAST_LAYERS and "forward" not in vars(part)]
-    own = {id(weight) for layer in layers for weight in layer._parameters.values() if weight is not None}
-    return {weight for weight in own if owners[weight] == 1}
+    identities = {id(weight) for layer in layers for weight in layer._parameters.values() if weight is not None}
+    return {identity for identity in identities if owners[identity] == 1}
 
 
 class LoweredParameter(EagerLeaf):
@@ -234,11 +237,12 @@ class LoweredParameter(EagerLeaf):
             name = name_of(func)
             if name in OF_THE_DTYPE:
                 return func(args[0].weight.master)
-            # a dispatch mode hands on what backward does
+            # A dispatch mode passes on operations of backward.
             backward_does_it = isinstance(func, OpOverload) and in_backward()
             if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
                 return func(*args, **kwargs)
-            is_casting = func in CASTING and "out" not in kwargs  # autocast leaves operations with `out` alone
+            # Autocast leaves operations with `out` alone.
+            is_casting = func in CASTING and "out" not in kwargs
             leaves = list(instances_in((args, kwargs), cls))
             operands = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
             has_others = not set(types) <= {cls, Tensor}  # masters of another model, say

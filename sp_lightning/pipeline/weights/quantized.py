@@ -53,7 +53,7 @@ class QuantizedTwin(Twin):
         return _copy_on(data.device, self.weight.master)
 
     def _lay_leaf(self) -> None:
-        # over the master's memory if the twin has none
+        # A twin without a place has its leaf over the master's memory.
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
@@ -65,13 +65,13 @@ class QuantizedTwin(Twin):
         return sum(part._version for part in parts_of(self.parameter))
 
     def is_touched(self) -> bool:
-        """Tell that it is not, as nobody trains it; raise if it is, or has other memory.
+        """Tell that no forward has written to it, as nobody trains it; raise if one has, or it has other memory.
 
-        On a CPU, bitsandbytes packs weights into such.
+        On a CPU, bitsandbytes packs weights into other memory.
         """
-        lying = [part.data_ptr() for part in parts_of(self.parameter)]
-        places = [place.data_ptr() for place in self._places]
-        if self._version_of_parts() != self._version_seen or lying != places:
+        addresses = [part.data_ptr() for part in parts_of(self.parameter)]
+        expected_addresses = [place.data_ptr() for place in self._places]
+        if self._version_of_parts() != self._version_seen or addresses != expected_addresses:
             _lay(self.parameter, self._places)
             raise _written(self.weight)
         return False
@@ -104,11 +104,11 @@ class QuantizedWeight(Weight):
         self.host = self.home = host
 
     def write_to_master(self, arrived: Tensor) -> None:
-        """Raise: nobody trains it."""
+        """Raise an error: quantized weights are not trained."""
         raise _written(self)
 
     def parts_are_in(self, memory: Tensor) -> bool:
-        """Tell whether the parts of the master lie just where this tensor does."""
+        """Tell whether the parts of the master fill this memory."""
         start = memory.data_ptr()
         parts = _offsets(parts_of(self.master))
         return all(part.data_ptr() == start + offset for part, offset in parts)
@@ -138,15 +138,15 @@ def _written(weight: Weight) -> RuntimeError:
 def _copy_on(device: torch.device, master: nn.Parameter) -> nn.Parameter:
     """Return a copy of a master on a device, made by its own class."""
     with torch.no_grad():
-        made: Tensor = master.clone() if master.device == device else master.to(device)
-    copied = made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=False)
+        values: Tensor = master.clone() if master.device == device else master.to(device)
+    copied = values if isinstance(values, nn.Parameter) else nn.Parameter(values, requires_grad=False)
     for name, value in vars(master).items():
         vars(copied).setdefault(name, value)
     return copied
 
 
 def _offsets(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-    """Yield parts, each with the place where it begins in a tensor of bytes that has them all."""
+    """Yield each part with its offset in a tensor of bytes that has them all."""
     return zip(parts, lay_out([part.nbytes for part in parts])[0], strict=True)
 
 

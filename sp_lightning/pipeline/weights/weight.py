@@ -83,7 +83,7 @@ class Twin:
         self.note_unchanged()
 
     def _lay_leaf(self) -> None:
-        # past its own setter, which dynamo would compile: torch 2.14 cannot
+        # The leaf's own setter is passed by: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
         self.parameter.__class__ = self.weight.leaf_class if self.weight.leaf_count else DepartedLeaf
 
@@ -174,7 +174,8 @@ class Weight:
         self.changes_unseen = False
         # How many more uses outside of modules are watched for such writes, in evaluation and in training.
         self.uses_to_watch = {False: USES_TO_WATCH, True: USES_TO_WATCH}
-        self.stays_on_device = False  # whether the master is on the device, and has left host memory
+        # Whether the master is on the device, and has left host memory.
+        self.stays_on_device = False
         self.leaf_count = 0  # how many entries of the module tree hold a leaf of the weight now
         # Other twins whose leaves are in graphs: the lowered one that was replaced, and one for each other cast.
         self.other_twins: list[Twin] = []
@@ -216,7 +217,7 @@ class Weight:
 
     def write_to_master(self, arrived: Tensor) -> None:
         """Write values to the master that a forward has written on the device."""
-        self.master.copy_(arrived)  # as torch counts it
+        self.master.copy_(arrived)  # torch counts this write
 
     def leave_device(self, unit: Unit) -> None:
         """Release the place on the device in a unit, and the other twins that graphs have."""

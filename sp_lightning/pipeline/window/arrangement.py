@@ -35,7 +35,8 @@ class Learned:
     """
 
     def __init__(self, divided: Iterable[str], autocasts: Autocasts) -> None:
-        self.used_outside: set[str] = set()  # the names of weights that are used outside of their unit
+        # The names of weights that are used outside of their unit.
+        self.used_outside: set[str] = set()
         # The names of units in the order in which the first step called them; None before that.
         self.order: list[str] | None = None
         # The names of modules that are not called, though their children are: these modules are divided into units.
@@ -45,7 +46,8 @@ class Learned:
         # The weights that were used outside of their unit since weights were placed.
         self.touched_outside: list[Weight] = []
         self.outdated = False  # whether the places of weights do not fit the findings
-        self._trained: set[Weight] = set()  # the weights that required a gradient in any step so far
+        # The weights that required a gradient in any step so far.
+        self._trained: set[Weight] = set()
 
     def note_trained(self, weights: Iterable[Weight]) -> None:
         """Note which weights a step trains, as it begins.
@@ -211,8 +213,8 @@ class Arrangement:
             weight.leaf_class = TwinParameter if self.compiled else EagerLeaf
         autocasts = self._autocasts()
         if autocasts and not self.compiled:  # resident weights do not travel
-            parts = [part for unit in self.units for part in sent_together(unit.weights)]
-            self.learned.casts.choose_dtypes(self.module, parts, autocasts)
+            weight_groups = [part for unit in self.units for part in sent_together(unit.weights)]
+            self.learned.casts.choose_dtypes(self.module, weight_groups, autocasts)
 
     def _autocasts(self) -> dict[Weight, torch.dtype]:
         """Return the dtype that autocast casts to wherever a weight is used; weights without one are left out."""
@@ -229,7 +231,7 @@ class Arrangement:
 
     def lay_out(self) -> None:
         """Give each unit its host memory, its place on the device, and its weights' twins there."""
-        # in the order of names, as processes that share the memory may expect units in other orders
+        # Units come in the order of names: processes that share the memory may expect them in other orders.
         by_name = sorted(self.all_units, key=attrgetter("name"))
         nbytes = sum(weight.nbytes for weight in self.weights)
         work = self._memory.progress.begin("Moving weights to their CPU memory", nbytes)
@@ -254,7 +256,8 @@ class Arrangement:
     def _place(self) -> None:
         arena = self._backend.allocate(self.layout.arena_bytes)
         offsets = iter(self.layout.offsets)
-        spans: dict[Unit, tuple[int, int]] = {}  # the begin and end of each unit's place in the arena
+        # The begin and end of each unit's place in the arena.
+        spans: dict[Unit, tuple[int, int]] = {}
         self.in_window[:] = self.all_units
         for index, unit in enumerate(self.in_window):
             unit.index = index

@@ -62,17 +62,17 @@ class Order:
         start = self._position + 1
         try:
             self._position = record.index(use, start)
-        except ValueError:  # past the end of the record if it does not stand there
+        except ValueError:  # the position is past the end of the record if the use is not in it
             self._position = record.index(use) if use in record else len(record)
 
     def upcoming(self, count: int) -> list[int]:
         """Return the members that are expected to be used next, in order."""
         record = self._followed
         start = self._position + 1
-        if start > len(record):  # what no record knows is expected in the order of the modules
+        if start > len(record):  # no record knows the next use: modules are expected in their own order
             record = self._inference if self._last >= 2 * self._members else self._training
             start = record.index(self._last) + 1 if self._last >= 0 else 0
-        # after the end comes a step like this one
+        # After the end of the record, a step like this one is expected.
         return [use % self._members for use in (record[start:] + record)[:count]]
 
     def used_members(self) -> list[int]:

@@ -113,7 +113,7 @@ class DeviceLayout:
         leaving = [unit for unit in division.all_units() if unit not in self.units_on_device]
         # device memory for weights, and for gradients and optimizer state of units that stay on the device
         self.device_bytes = self.arena_bytes + resident_bytes + window.on_device_bytes
-        # the same, with gradients on their way to the host
+        # this memory, and that for gradients on their way to the host
         largest = max((gradient_bytes(unit.weights) for unit in leaving), default=0)
         self.streaming_bytes = self.device_bytes + staging_buffers * largest
 
