@@ -263,10 +263,11 @@ class SegmentGradients:
 
     def lay_out(self) -> None:
         """Make layouts for the gradients that were gathered, in the dtypes in which they came."""
-        dtypes: list[torch.dtype] = []
-        for gradient in self.trained:
-            tensor = self.gathered.get(gradient)
-            dtypes.append(gradient.weight.compute_dtype if tensor is None else tensor.dtype)
+        gathered = self.gathered
+        dtypes = [
+            gathered[gradient].dtype if gradient in gathered else gradient.weight.compute_dtype
+            for gradient in self.trained
+        ]
         if self.trained == self._laid_out and dtypes == self.layout.dtypes:
             return
         self.release_memory()
