@@ -21,7 +21,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.operands import autocast_dtype
-from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress

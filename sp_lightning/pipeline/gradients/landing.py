@@ -13,7 +13,8 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, LandingBuffer
+from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.waiting import WaitingRoom
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
+from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
 from sp_lightning.pipeline.gradients.landing import LandingBuffers
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, LandingBuffer, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.gradients.waiting import WaitingRoom, add_on_device, move_to_host
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket

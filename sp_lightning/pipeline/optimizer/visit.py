@@ -30,7 +30,8 @@ from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass, scaling_of
 from sp_lightning.optim.on_device import flat
 from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, GradientMemory, SegmentGradients
+from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Step, StepInput

@@ -1,0 +1,91 @@
+"""Who hears of optimizers' steps: torch's global hooks around `step()` of any optimizer, and what they tell.
+
+Where weights can be stepped unit by unit, torch's own `step()` runs with a *stand-in* for the optimizer, whose
+`param_groups` a listener may change (optimizers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
+from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
+from sp_lightning.pipeline.torch_private import stand_in_for
+
+
+class StepListener(Protocol):
+    """Hears of the steps of all optimizers."""
+
+    def before_closure(self) -> None:
+        """A closure is about to compute, in an optimizer's step."""
+
+    def before_step(self, optimizer: Optimizer, stand_in: Optimizer | None) -> None:
+        """An optimizer is about to step, or its `stand_in` in its place."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+
+
+_listeners: list[StepListener] = []
+_handles: list[RemovableHandle] = []
+
+
+def listen_to_optimizers(listener: StepListener) -> None:
+    """Notify `listener` of every optimizer step."""
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+    _listeners.append(listener)
+
+
+def stop_listening(listener: StepListener) -> None:
+    """Undo `listen_to_optimizers`."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+    if not _listeners:
+        while _handles:
+            _handles.pop().remove()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    optimizer_steps.depth += 1
+    # Torch tells nobody of a step that ends with an exception. So nothing is changed that would have to be undone.
+    stand_in = stand_in_for(optimizer) if why_not_by_unit(optimizer) is None else None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    # There are gradients only when the closure has run.
+    closure_then_tell = partial(_call_and_tell, optimizer, stand_in, closure)
+    if closure is None:
+        _tell(optimizer, stand_in)
+    elif len(args) > 1:
+        args = (args[0], closure_then_tell, *args[2:])
+    else:
+        kwargs = {**kwargs, "closure": closure_then_tell}
+    return (stand_in or optimizer, *args[1:]), kwargs
+
+
+def _call_and_tell(optimizer: Optimizer, stand_in: Optimizer | None, closure: Callable[[], Any]) -> Any:
+    for listener in list(_listeners):
+        listener.before_closure()
+    with optimizer_waits():  # the closure may use weights outside of modules
+        result = closure()
+    _tell(optimizer, stand_in)
+    return result
+
+
+def _tell(optimizer: Optimizer, stand_in: Optimizer | None) -> None:
+    if stand_in is not None:
+        vars(stand_in).update(vars(optimizer))  # a closure may have changed it
+    for listener in list(_listeners):
+        listener.before_step(optimizer, stand_in)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
+    for listener in reversed(_listeners):
+        listener.after_step(optimizer)
