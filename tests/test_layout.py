@@ -102,7 +102,9 @@ def engine_room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
-    if module.endswith(("pipeline.pipeline", "calls.story", "calls.calls")):  # above all that they tell
+    if module.endswith(
+        ("pipeline.pipeline", "pipeline.occasions", "calls.story", "calls.calls")
+    ):  # above all that they tell
         return "story"
     own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients
     room = own.get(parts[-1]) or ("whole" if len(parts) < 3 else parts[2])
@@ -122,10 +124,10 @@ def test_imports_point_one_way_within_the_engine():
 # costs as much as a short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
 AT_MOST = {
     "code lines of more than 100 columns, per mille": 36,
-    "files": 129,
+    "files": 133,
     "imports that lead back": 1,
-    "tokens": 134_400,
-    "tokens of the engine": 81_500,
+    "tokens": 137_500,
+    "tokens of the engine": 84_200,
 }
 
 

@@ -7,7 +7,6 @@ planned, or autocast has changed. Units and the parts stay the same; only anothe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -36,9 +35,7 @@ from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.room import Room
 from sp_lightning.pipeline.stats import Progress, Stats
-from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
-from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.autocast import Autocasts
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
@@ -93,7 +90,7 @@ class Engine:
         self.backend = backend
         self.processes = processes
         # Whether processes share sums of gradients. It is decided at attach, as an evaluation may place weights, too.
-        self._sums_gradients = processes is not None and processes.trains
+        self.sums_gradients = processes is not None and processes.trains
         self.stats = Stats()
         self.at_work = EngineAtWork()
         # Findings of past steps, for the next time that weights are placed.
@@ -111,10 +108,8 @@ class Engine:
         self.waiting = WaitingRoom(self.memory)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
-        self._is_arranged = False
+        self.is_arranged = False  # whether all parts know where weights lie
         self.plan: WindowPlan | None = None  # the plan by which weights are placed
-        # The plan that the planner wants for the next step.
-        self._wanted_plan: WindowPlan | None = None
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
@@ -172,7 +167,7 @@ class Engine:
 
     def rearrange(self) -> None:
         """Restore the module, and take it over as it is now: it has become another tree."""
-        self._is_arranged = False
+        self.is_arranged = False
         addresses = self.memory.addresses
         self.uninstall()
         self.memory.addresses = addresses  # masters that the user has moved stay where they are
@@ -185,7 +180,7 @@ class Engine:
     def place_weights(self) -> None:
         """Place weights by the plan and by findings, in the dtypes that autocast uses; no graph may wait meanwhile."""
         arrangement = self.arrangement
-        self._is_arranged = False
+        self.is_arranged = False
         self._show_used_gradients()
         # Otherwise all of them would become users' `.grad` here.
         self.optimizers.drop_used_gradients()
@@ -199,7 +194,7 @@ class Engine:
         gradients = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
         stream.follow_segments(gradients)
         stream.routes.landing.size_for(units)
-        if self.processes is not None and self._sums_gradients:
+        if self.processes is not None and self.sums_gradients:
             stream.averages = Averages(gradients, self.window, stream.routes, self.processes)
         self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
         on_device = [*self.module.buffers(), *arrangement.named_on_device.values()]
@@ -208,7 +203,7 @@ class Engine:
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
         self.guard.install(arrangement.weights)
-        self._is_arranged = True
+        self.is_arranged = True
         self.stats.arrangements += 1
 
     def _show_used_gradients(self) -> None:
@@ -238,138 +233,14 @@ class Engine:
         self.guard.remove()
         self.window.mark_all_absent()
 
-    # ------------------------------------------------------------------------------------------------- reasons for it
-
-    def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
-        """Place weights again if there is a reason to, unless a graph is `waiting` for its backward."""
-        if not self._is_arranged:  # the last attempt has failed, for example for lack of memory
-            self.rearrange()
-        if waiting:
-            return
-        if self.arrangement.is_lent_out():
-            return
+    def is_another_tree(self, look_for_new_parameters: bool) -> bool:
+        """Tell whether the module was converted since it was arranged, or has got or lost parameters, if asked."""
         with self.at_work:
             on_device = self.arrangement.parameters_on_device
             is_converted = any(parameter.device != self.device for parameter in on_device)
             for weight in self.arrangement.weights:
                 is_converted |= weight.is_converted
-        if is_converted or (look_for_new_parameters and self._named_parameters() != self._names):
-            self.rearrange()
-        if torch.is_grad_enabled():
-            with without_torch_function():
-                self.learned.note_trained(self.arrangement.every_weight)
-        if self.learned.has_news and self.processes:
-            return  # processes that share weights place them when they meet
-        may_place = not self._gradients_wait()
-        if may_place:
-            self._place_by_findings()
-        self._wanted_plan = self.planner.before_step(self, torch.is_grad_enabled())
-        # Several processes adopt the first one's plan, when they meet.
-        if may_place and not self._sums_gradients:
-            self._adopt_plan(self._wanted_plan)
-
-    def meet(self) -> None:
-        """Meet the other processes, before the first step after one that changed weights."""
-        processes = self.processes
-        if processes is None:
-            return
-        learned = self.learned
-        with self.at_work:
-            edited: Sequence[str] | RuntimeError
-            try:
-                edited = self.window.pop_edited_segments()
-            except RuntimeError as error:  # this process has written, and may not
-                edited = error
-            with without_torch_function():
-                learned.note_trained(self.arrangement.every_weight)
-            self.room.least = None
-            has_news = learned.has_news or (learned.order is None and bool(self._called_units()))
-            own_state = edited, has_news, self._wanted_plan, self.room.budget
-            edits, news, plans, budgets = zip(*processes.gather(own_state), strict=True)
-            for edit in edits:
-                if isinstance(edit, RuntimeError):
-                    raise edit
-            self.window.note_edits_elsewhere(edits[processes.owner])
-            self.room.least = min(filter(None, budgets), default=None)
-            if any(news):
-                learned.agree(self.module, self.arrangement.units, self._called_units(), processes)
-                self._place_by_findings()
-            else:
-                self._adopt_plan(plans[0])
-
-    def _place_by_findings(self) -> None:
-        """Place weights again if findings call for it, or even divide the module again."""
-        arrangement = self.arrangement
-        # Processes agree on an order when they meet: placing weights may take all of them.
-        called: list[str] = []
-        if self.learned.order is None and not self._sums_gradients:
-            called = self._called_units()
-        if not self.learned.draw_conclusions(arrangement.units, called):
-            return
-        if self.learned.divided != arrangement.divided:
-            self.rearrange()
-        else:  # the plan was made for other units
-            self._adopt_plan(None, anew=True)
-            self.activations.measure_anew(self.room.budget is not None)
-
-    def _called_units(self) -> list[str]:
-        """Return the names of units that the last step has called, in the order of their calls."""
-        members = self.arrangement.streamed_members
-        return [members[number].unit_name for number in self.order.used_members()]
-
-    def _adopt_plan(self, plan: WindowPlan | None, anew: bool = False) -> None:
-        """Adopt a plan's window and policies; place weights again if the window changes, or if `anew`."""
-        before = self.plan
-        self.plan = plan
-        self.waiting.follow_plan(None if plan is None else plan.waiting)
-        if anew or (before and before.window) != (plan and plan.window):
-            self.place_weights()
-        elif plan is not None and self.arrangement.layout.window is before:
-            self.arrangement.layout.window = plan
-        if self.activations.auto is not None:
-            self.activations.auto.policies = {} if plan is None else plan.policies
-
-    def adapt_to_autocast(self, member: Member, dtype: torch.dtype | None) -> None:
-        """Follow a member's call under another autocast than its weights were placed for."""
-        autocasts = self.learned.autocasts
-        known = autocasts.common([member.name])
-        is_new = known is not dtype and member.name not in autocasts.mixed
-        if is_new and (member.is_streamed or self.arrangement.unused_in_step):
-            members = self.arrangement.streamed_members
-            seen = [members[number].name for number in self.order.used_members()]
-            if member.name in seen:
-                autocasts.mix(member.name)
-            elif self._may_place_now():
-                with self.at_work:
-                    self.window.write_back_all()
-                autocasts.switch(known, dtype, seen)
-                self.place_weights()
-                self.activations.measure_anew(self.room.budget is not None)
-                return
-            elif member.is_streamed:
-                autocasts.noted[member.name] = dtype
-                self.learned.outdated = True
-        for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
-            if member.name in autocasts.mixed:
-                self.guard.keep_as_is(weight)
-            else:
-                self.guard.keep_as_is_for_now(weight)
-
-    def _may_place_now(self) -> bool:
-        """Tell whether weights may get other places within a step: no graph, and no call, needs them where they are."""
-        arrangement, graphs = self.arrangement, self.graphs
-        if graphs.waiting() or graphs.current.is_built or self.backward.running or arrangement.is_lent_out():
-            return False
-        if self._gradients_wait():
-            return False
-        # Each of several processes may train other modules: they place weights when they meet.
-        if self.processes is not None and torch.is_grad_enabled():
-            return False
-        return not any(member.running_calls for member in arrangement.members)
-
-    def _gradients_wait(self) -> bool:
-        """Tell whether gradients wait on the device: other places for weights would bring them to the host."""
-        return bool(self.waiting.waited) and self.stream.bytes_on_device() > 0
+        return is_converted or (look_for_new_parameters and self._named_parameters() != self._names)
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name; they change if a module is added, removed or pruned."""

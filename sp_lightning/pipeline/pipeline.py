@@ -20,6 +20,7 @@ from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
+from sp_lightning.pipeline.occasions import Occasions
 from sp_lightning.pipeline.operands import autocast_dtype
 from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
@@ -101,7 +102,8 @@ class Pipeline:
         progress = progress or Progress()
         engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
         self._parts = engine
-        self._story = Story(engine)
+        self._occasions = Occasions(engine)
+        self._story = Story(engine, self._occasions)
         self._calls = Calls(self._story, self.device, leaves_steps_open)
         self.stats = engine.stats
         self.optimizers = engine.optimizers
@@ -164,7 +166,8 @@ class Pipeline:
 
         All of them call it before the first step after one in which an optimizer has stepped.
         """
-        self._engine.meet()
+        self._check_attached()
+        self._occasions.meet()
 
     def weights_changed(self) -> None:
         """Tell the engine that weights in CPU memory were written to: those on the GPU are sent again."""

@@ -38,6 +38,7 @@ from sp_lightning.pipeline.calls.running_call import RunningCall
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.occasions import Occasions
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
@@ -57,13 +58,14 @@ class Story:
         backward: The backward pass under way.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, occasions: Occasions) -> None:
         self.running: list[RunningCall] = []
         self.at_work = engine.at_work
         self.graphs = engine.graphs
         self.activations = engine.activations
         self._optimizers = engine.optimizers
         self._engine = engine
+        self._occasions = occasions
 
     def work_with(
         self,
@@ -87,7 +89,7 @@ class Story:
         """Begin a step, or a scope that continues the last one with another backward."""
         continues_last_step |= self.graphs.waiting()  # this is the backward of the previous step
         self.graphs.has_served = False
-        self._engine.before_step(look_for_new_parameters, continues_last_step)
+        self._occasions.before_step(look_for_new_parameters, continues_last_step)
         if not continues_last_step:
             self._optimizers.drop_used_gradients()
             self._trace.mark_step()
@@ -146,7 +148,7 @@ class Story:
     def follow_autocast(self, member: Member, dtype: torch.dtype | None) -> None:
         """Follow a call under another autocast than the member's weights were placed for."""
         if dtype is not member.autocast:
-            self._engine.adapt_to_autocast(member, dtype)
+            self._occasions.adapt_to_autocast(member, dtype)
 
     def finish_steps(self, member: Member) -> None:
         """Wait for optimizer steps of what a call needs: later, such a step would look like a write by the forward."""

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory
+from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.processes.box import CounterTicket
