@@ -201,7 +201,7 @@ def no_new_variables() -> Iterator[None]:
     assert not left, f"the test changed environment variables: {left}"
 
 
-def collect_until(freed: Callable[[], bool], seconds: float = 2) -> None:
+def collect_until(freed: Callable[[], bool], seconds: float = 20) -> None:
     """Collect garbage until what a test made is freed, or it takes too long.
 
     Again and again: what a thread held a moment ago, as autograd's holds the last backward, may be left to a cycle.

@@ -139,6 +139,7 @@ def test_frozen_weights_have_no_gradients():
     assert plan(model, given).best.step.bytes_to_host == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("given", "on_device", "up", "down"),
     [
@@ -182,7 +183,7 @@ def estimated(name, place):
     return estimate(named_model(known_as), Assumptions(optimizer_on=place, **assumed))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model", "memory", "on_host", "seconds", "before"),
     [

@@ -72,6 +72,7 @@ def _little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, lambda *_, **__: 1.05 * SOME)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("little_host_memory")
 @pytest.mark.parametrize("training", [{"clip": 0.01}, {"accumulate": 3}, {"clip": 0.01, "accumulate": 2}], ids=str)
 def test_before_a_plan_backward_decides(training: dict[str, Any]) -> None:
