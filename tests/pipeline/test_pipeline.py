@@ -222,7 +222,7 @@ def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], 
     assert all(map(torch.equal, expected, actual))
 
 
-@pytest.mark.parametrize(("frozen", "change"), [(False, "rearrange"), (True, "rearrange"), (True, "place")])
+@pytest.mark.parametrize(("frozen", "change"), [(False, "rearrange"), (True, "rearrange"), (True, "place_weights")])
 def test_a_graph_of_earlier_places_is_refused(frozen: bool, change: str) -> None:
     """Nobody would ever read its gradients, and the places of its weights are somebody else's by now."""
     model: nn.Module = layers().requires_grad_(False) if frozen else Probe(lambda model, x: x + model.scale)
