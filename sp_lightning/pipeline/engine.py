@@ -286,6 +286,7 @@ class Engine:
         """Adopt the window that the planner wants, and what becomes of activations; place weights `anew` anyway."""
         before, self.plan = self.plan, plan
         self.waiting.follow(None if plan is None else plan.waiting)
+        self.visits.begin_in_backward = plan is None or not plan.defers_visits
         if anew or (before and before.window) != (plan and plan.window):
             self.place()
         elif plan is not None and self.arrangement.layout.window is before:

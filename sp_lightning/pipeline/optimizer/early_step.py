@@ -62,7 +62,7 @@ class EarlyStep(Step):
         if not unit.is_followed:  # else its step is counted
             self.use(of_segment.trained)
         steps.step(unit, self)
-        if unit.visit is not None:
+        if unit.visit is not None and steps.visits.begin_in_backward:
             unit.visit.begin(in_place=False)
         if unit in self.awaited and averages is None:
             steps.finish([unit])
