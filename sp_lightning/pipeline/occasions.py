@@ -104,6 +104,7 @@ class Occasions:
         before = engine.plan
         engine.plan = plan
         engine.waiting.follow_plan(None if plan is None else plan.waiting)
+        engine.visits.begin_in_backward = plan is None or not plan.defers_visits
         if anew or (before and before.window) != (plan and plan.window):
             engine.place_weights()
         elif plan is not None and engine.arrangement.layout.window is before:

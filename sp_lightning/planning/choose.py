@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
@@ -199,7 +200,14 @@ class _Search:
             if choice in self.found or host_bytes(self._workload, choice) > self._host_room:
                 continue
             if device_bytes(self._workload, choice) <= self._room:
-                self.found[choice] = draft, predict(self._workload, self._machine, choice)
+                self.found[choice] = draft, self._price(choice)
+
+    def _price(self, choice: Choice) -> Prediction:
+        """Price a choice; if its units visit in backward, also as they would later, and take what costs less."""
+        choices = [choice]
+        if choice.visiting and self._workload.stepping == "in backward":
+            choices.append(replace(choice, defers_visits=True))
+        return min((predict(self._workload, self._machine, each) for each in choices), key=self._cost)
 
     def _choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)

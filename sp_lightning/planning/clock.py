@@ -8,16 +8,17 @@ as soon as what that waits for is done:
     computing      the unit's weights, and its activations if they wait on the host
     gradients      one of two buffers on the device, so computing waits for the copy before the last one
     steps          their gradients or, clipped, those of all units; of several that could begin, the first unit's
-    visits         the same, and the visit before; after backward, the moment at which their unit is loaded
+    visits         the same, and the visit before; after backward or deferred, the moment at which their unit is loaded
 
 The link is shared by copies up and down, the host's memory by all copies and the steps on the host: no part of a step
 takes less time than what they have to move there.
 
 [Note: loads]
 Of N units, of which k fit into the window, the last k stay there for backward, and the first k after it:
-N - k are sent in backward, and N - k in forward. After a step, what stayed is sent again. Where a visit after backward
-brings new weights, only the others are sent. In inference the first ones do not stay: all are sent, but for those that
-share their place with no other.
+N - k are sent in backward, and N - k in forward. After a step, what stayed is sent again. Where a visit as a unit is
+loaded brings new weights, only the others are sent. Units that all have a place of their own (k >= N) are sent as they
+are stepped, so in backward the first ones come last. In inference the first ones do not stay: all are sent, but for
+those that share their place with no other.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Pass:
         self._bytes_on_host = sum(self._units[number].step_bytes for number in self._on_host)
         self._steps_in_backward = steps and workload.stepping == "in backward"
         # units that visit in backward, and those that the next forward has visit
-        self._early = [*choice.visiting] if self._steps_in_backward else []
+        self._early = [*choice.visiting] if self._steps_in_backward and not choice.defers_visits else []
         self._visiting = choice.visiting if steps and not self._early else ()
         self._visited = 0.0  # when the last visit will be over
         self._come = [0.0] * len(self._units)  # when each unit's gradients have
@@ -187,7 +188,7 @@ class _Pass:
         if self._workload.stepping == "after backward":
             self._come = [max(self._come)] * len(self._come)
         for number in self._visiting:
-            self._ready[number] = max(self._come)
+            self._ready[number] = self._come[number] if self._steps_in_backward else max(self._come)
         # gradients that have waited on the device come through few buffers, each freed by a step
         late = [number for number in self._on_host if number in self._waiting]
         late.sort(reverse=not self._steps_in_backward)  # the next one is last
@@ -209,11 +210,32 @@ class _Pass:
                 begin = max(stepped, ready[follows])
                 self._come[follows] = self.down.move(self._workload.bytes_that_wait(follows), begin)
 
+    def _bring(self, number: int, begin: float, nbytes: int) -> float:
+        """Send a unit, from a moment on, or have its visit bring the new weights; return when it has arrived."""
+        unit, arrived = self._units[number], 0.0
+        if number in self._visiting:
+            nbytes = max(0, nbytes - unit.bytes_after_step)
+            arrived = self._visit(number, max(begin, self._ready[number], self.up.free))
+            self.up.free = arrived
+        if nbytes:
+            loaded = self.up.move(nbytes, begin)
+            arrived = max(arrived, loaded, self._ready[number] + nbytes / self._machine.to_device)
+        return arrived
+
+    def _bring_at_once(self) -> list[float]:
+        """Send units that have places of their own as they are stepped; return when each has arrived."""
+        arrived = [0.0] * len(self._units)
+        stepped = [n for n, unit in enumerate(self._units) if unit.bytes_after_step and n not in self._living]
+        for number in sorted(stepped, key=self._ready.__getitem__):
+            arrived[number] = self._bring(number, self._ready[number], self._units[number].bytes_after_step)
+        return arrived
+
     def _run_forward(self) -> None:
         """Run through a forward, in which units wait for their steps, and visits bring them."""
         streamed = sum(self._streams)
         # of the streamed units, those that forward finds on the device
         staying = range(0 if self._workload.trains else max(0, streamed - self._slots), self._slots)
+        brought = self._bring_at_once() if self._steps and streamed <= self._slots else None
         freed: list[float] = []
         left = 0.0
         for number in (self._resident, *range(self._resident)):
@@ -223,17 +245,10 @@ class _Pass:
             is_there = not self._streams[number] or len(freed) in staying
             if not is_there and len(freed) >= self._slots:
                 begin = max(begin, freed[-self._slots])
-            arrived = 0.0
             nbytes = 0 if is_there else unit.weight_bytes
-            if number in self._visiting:
-                nbytes = max(0, nbytes - unit.bytes_after_step)
-                arrived = self._visit(number, max(begin, self._ready[number], self.up.free))
-                self.up.free = arrived
-            elif is_there and self._steps and number not in self._living:
+            if is_there and self._steps and number not in self._living:
                 nbytes = unit.bytes_after_step
-            if nbytes:
-                loaded = self.up.move(nbytes, begin)
-                arrived = max(arrived, loaded, self._ready[number] + nbytes / self._machine.to_device)
+            arrived = self._bring(number, begin, nbytes) if brought is None else brought[number]
             self._compute.move(unit.forward_seconds, arrived)
             self._compute.move(0.0, left)
             if self._leaving[number]:

@@ -135,6 +135,7 @@ class AutoPlanner(Planner):
             on_device=tuple(unit.name for unit in living),
             visiting=tuple(workload.units[number].name for number in choice.visiting),
             waiting=tuple(workload.everything[number].name for number in choice.waiting),
+            defers_visits=choice.defers_visits,
             on_device_bytes=sum(unit.bytes_on_device for unit in living),
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,

@@ -135,6 +135,8 @@ class Choice:
     ways: tuple[Way, ...] = ()
     # units whose gradients wait on the device until they are stepped
     waiting: tuple[int, ...] = ()
+    # whether units visit only as the next forward loads them, though their gradients are final in backward
+    defers_visits: bool = False
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,12 @@ class Fixed(Planner):
     Args:
         windows: k, the numbers of units that live on the device, of those that visit, and of those whose gradients wait
             there; resident weights come last.
+        defers_visits: Whether units visit as the next forward loads them, though they could in backward.
     """
 
-    def __init__(self, *windows: tuple[Any, ...]) -> None:
+    def __init__(self, *windows: tuple[Any, ...], defers_visits: bool = False) -> None:
         self._windows = list(windows)
+        self._defers_visits = defers_visits
         self.seen: list[tuple[int, int]] = []
         self.lives: set[tuple[int, ...]] = set()  # what there was as steps began
         self.host_bytes = 0  # for weights, when the last step began
@@ -125,6 +127,7 @@ class Fixed(Planner):
             on_device=tuple(unit.name for unit in on_device),
             visiting=tuple(unit.name for unit in visiting),
             waiting=tuple(unit.name for unit in waiting),
+            defers_visits=self._defers_visits,
             on_device_bytes=sum(measured_work(engine, unit).bytes_on_device for unit in on_device),
         )
 
@@ -146,7 +149,13 @@ class Wanders(Planner):
             living = self._draw([*units, arrangement.resident.name])
             visiting = self._draw(units)
             waiting = self._draw([*units, arrangement.resident.name])
-            self._plan = WindowPlan(self._random.randint(1, 3), on_device=living, visiting=visiting, waiting=waiting)
+            self._plan = WindowPlan(
+                self._random.randint(1, 3),
+                on_device=living,
+                visiting=visiting,
+                waiting=waiting,
+                defers_visits=self._random.random() < 0.5,
+            )
         return self._plan
 
     def _draw(self, names: Sequence[str]) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class EarlyStep(Step):
         if not unit.is_followed:  # otherwise the process that owns the unit collects them
             self.collect_gradients(of_segment.trained)
         steps.step(unit, self)
-        if unit.pending_device_step is not None:
+        if unit.pending_device_step is not None and steps.visits.begin_in_backward:
             unit.pending_device_step.begin(in_place=False)
         if unit in self.awaited and averages is None:
             steps.finish([unit])

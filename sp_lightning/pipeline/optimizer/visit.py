@@ -7,7 +7,8 @@
 
 Pieces (pieces.py) lie in few buffers, which take turns. Gradients that have stayed on the device (routes.py) are read
 there. A visit begins as its unit is brought for the next forward: new weights are written to the unit's place, and
-nothing is sent. In backward, and if somebody waits for the masters before, it begins without a place.
+nothing is sent. If somebody waits for the masters before, it begins without a place. So it does in backward, unless
+the plan defers visits: then gradients stay longer, and fewer weights are sent.
 
 A step in which something keeps a unit from a visit is made on the host. In which pieces it visits is found once, and
 again if something lies elsewhere than it did.
@@ -177,12 +178,14 @@ class Visits:
     """Makes the visits of units.
 
     Attributes:
+        begin_in_backward: Whether visits of a step in backward begin there, not as the next forward loads their units.
         why_not: Why a unit that is to visit was stepped on the host in this step; empty if there is nothing to say.
     """
 
     def __init__(self, backend: Backend, stats: Stats) -> None:
         self.backend = backend
         self.stats = stats
+        self.begin_in_backward = True
         self.why_not = ""
         # one visit after the other takes buffers: two threads ask for visits
         self.asking = threading.Lock()

@@ -45,6 +45,8 @@ class WindowPlan:
     visiting: tuple[str, ...] = ()
     # names of units whose gradients wait on the device until the units are updated
     waiting: tuple[str, ...] = ()
+    # whether `visiting` units are stepped only as the next forward loads them, which sends their weights once less
+    defers_visits: bool = False
     on_device_bytes: int = 0  # device memory that `on_device` units take
     step_seconds: float = 0.0  # expected duration of a step
     bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do

@@ -23,7 +23,7 @@ from sp_lightning.pipeline.optimizer import pieces, visit
 
 from ...helpers import is_block
 from ...planning.parts import BLOCKS, Fixed, Make, train_placed
-from ...zoo.blocks import chain
+from ...zoo.blocks import Gated, chain
 
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": partial(AdamW, lr=1e-2, fused=True),
@@ -65,6 +65,22 @@ SOME = [(0.01, False, 1), (None, True, 2)]
 def test_a_visit_has_the_bits_of_a_step_on_the_host(name: str, clip: Any, in_backward: bool, accumulate: int) -> None:
     visits = assert_same(OPTIMIZERS[name], [0, 1, 2, 4], clip=clip, in_backward=in_backward, accumulate=accumulate, k=3)
     assert visits == 4 * 6, "from the second step on"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_deferred_visits_bring_new_weights(accumulate: int) -> None:
+    """What visits in backward is sent once more for the next forward; with the same bits, deferred visits save that."""
+    make, visiting = OPTIMIZERS["AdamW"], [0, 1, 2, 4]
+    expected, _ = train_placed(make, None, accumulate=accumulate)
+    sent = []
+    for defers in (False, True):
+        planner = Fixed((2,), (3, (), visiting), defers_visits=defers)
+        actual, stats = train_placed(make, planner, in_backward=True, accumulate=accumulate)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        assert stats.updates_on_device == 4 * 6
+        sent.append(stats.bytes_to_device)
+    block = sum(parameter.nbytes for parameter in Gated(16, 48).parameters())
+    assert sent[0] - sent[1] >= 4 * 5 * block, "each forward but the last one"
 
 
 @pytest.mark.one_in(2)
