@@ -140,7 +140,8 @@ class Job(Ticket):
     Args:
         action: The work.
         after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
-        nbytes: Bytes of host memory that it reads and writes; only devices with simulated time use this.
+        nbytes: Bytes of memory that it reads and writes, of the host's or, for a visit, of the device's. Records have
+            it, and devices with simulated time take it for the work.
         cleanup: Called afterwards in any case, even if the job or one of the tickets has failed.
         rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
     """

@@ -152,7 +152,7 @@ class Visit(Later):
         earlier = [self._earlier, piece.buffer.ticket]
         come = Job(partial(self._copy, piece.up), earlier, up)
         arrived = trace.beside(Kind.STATE_UP, name, come)
-        step = Job(partial(self._step, piece, passes, self.held), [arrived, *last[:1]], up + down)
+        step = Job(partial(self._step, piece, passes, self.held), [arrived, *last[:1]], piece.stepped_bytes)
         ready = trace.beside(Kind.VISIT, name, step)
         leave = Job(partial(self._copy, piece.down), [ready, *last[1:]], down)
         gone = trace.beside(Kind.STATE_DOWN, name, leave)
