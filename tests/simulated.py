@@ -181,6 +181,7 @@ class SimulatedBackend(Backend):
         per_byte: float = 1.0,
     ) -> None:
         super().__init__(torch.device("cpu"), False, Worker("unused"))
+        self.memory_rate = visit
         self._rates = {Lane.UP: up, Lane.DOWN: down, Lane.VISIT: visit, Lane.HOST: host}
         self._memory = Shared(memory)
         self._link = Shared(both)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,28 @@ PIECE = 1 << 23
 
 BYTES_MEANWHILE = 24
 """What each of them takes of the device's memory at most, while it is stepped."""
+
+
+class Effort(NamedTuple):
+    """What a pass takes of a device.
+
+    Attributes:
+        kernels: How many it launches, one after the other.
+        nbytes: Bytes of the device's memory that these read and write for each element.
+    """
+
+    kernels: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, has_halves: bool, has_codes: bool) -> Effort:
+        """Return the effort for masters in one tensor or in two halves, and for moments in fp32 or in codes.
+
+        The gradient is in bf16 and scaled once, as if clipped, and the new weights are put in their place.
+        """
+        if has_codes:
+            return cls(47, 301) if has_halves else cls(38, 233)
+        return cls(22, 161) if has_halves else cls(7, 52)
 
 
 @torch.no_grad()

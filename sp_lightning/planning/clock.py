@@ -166,7 +166,7 @@ class _Pass:
         while self._early:
             number = self._early[-1]
             unit = self._units[number]
-            if max(self._visited, self._come[number]) + self._machine.visit(unit.visit_up, unit.visit_down) > until:
+            if max(self._visited, self._come[number]) + self._machine.visit(unit, unit.visit_up) > until:
                 break
             self._early.pop()
             self._ready[number] = self._visit(number, self._come[number])
@@ -178,7 +178,7 @@ class _Pass:
         is_there = self._workload.gradients_stay or number in self._waiting
         up = unit.visit_up if is_there else unit.visit_up + unit.gradient_bytes
         begin = max(ready, self._visited)
-        self._visited = begin + self._machine.visit(up, unit.visit_down)
+        self._visited = begin + self._machine.visit(unit, up)
         self.up.moved += up
         self.down.moved += unit.visit_down
         return self._visited

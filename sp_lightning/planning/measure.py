@@ -15,6 +15,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
+import torch
+
+from sp_lightning.optim.layout import BLOCK
+from sp_lightning.optim.on_device import PIECE, Effort
 from sp_lightning.pipeline import Engine, Kind, Lane, Recording, Span
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.options import Policy
@@ -27,6 +31,7 @@ from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workloa
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
+_STATE_IN_CODES = 6  # bytes of state for each number: two moments in fp32 have more, in codes less
 
 _Phase: TypeAlias = tuple[Kind, bool, str]
 """What is computed, whether after the step's backward has begun, and for which unit."""
@@ -60,8 +65,19 @@ def work_of(
         return work
     up = masters + state
     down = up + sum(weight.compute_bytes for weight in trained if weight.lowered)
-    pieces = bytes_of_pieces(down + gradients, sum(weight.master.numel() for weight in trained))
-    return replace(work, visit_up=up, visit_down=down, visit_bytes=pieces)
+    sizes = [weight.master.numel() for weight in trained]
+    numbers = sum(sizes)
+    effort = Effort.of(trained[0].dtype == torch.bfloat16, state < _STATE_IN_CODES * numbers)
+    # one for each piece, and one more after a weight that does not end where the next one begins
+    passes = math.ceil(numbers / PIECE) + sum(size % BLOCK > 0 for size in sizes)
+    return replace(
+        work,
+        visit_up=up,
+        visit_down=down,
+        visit_bytes=bytes_of_pieces(down + gradients, numbers),
+        visit_kernels=effort.kernels * passes,
+        visit_traffic=effort.nbytes * numbers,
+    )
 
 
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
@@ -187,7 +203,13 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     recorded = sum(work_of(unit).step_bytes for unit in units)
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
-    return replace(before, to_device=to_device, to_host=to_host, host=host)
+    machine = replace(before, to_device=to_device, to_host=to_host, host=host)
+    if recorded_updates := _rate(recording, Kind.VISIT):  # with what kernels have waited
+        return replace(machine, device_memory=recorded_updates, kernel_seconds=0.0)
+    if before.device_memory == math.inf:
+        backend = engine.backend
+        return replace(machine, device_memory=backend.memory_rate, kernel_seconds=backend.kernel_seconds)
+    return machine
 
 
 def _computing(recording: Recording, begin: float, end: float, units: Sequence[Unit]) -> dict[_Phase, float]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 
@@ -48,6 +49,9 @@ class UnitWork:
     visit_up: int = 0
     visit_down: int = 0
     visit_bytes: int = 0  # of the device, for the pieces of its visit, and for stepping them
+    # kernels of a visit, and bytes of the device's memory that they read and write
+    visit_kernels: int = 0
+    visit_traffic: int = 0
     # for weights, the copies that are sent, and optimizer state
     host_bytes: int = 0
     # for sums of gradients, of micro-batches or of several devices, unless they wait on the device
@@ -115,11 +119,21 @@ class Machine:
     host: float  # of optimizer steps, for the host memory that they read and write
     both: float = math.inf  # of copies up and down together
     host_memory: float = math.inf  # which copies and the host's steps share
+    # of the device's memory, for what steps there read and write, and the seconds of each of their kernels beside that
+    device_memory: float = math.inf
+    kernel_seconds: float = 0.0
 
-    def visit(self, up: int, down: int) -> float:
-        """Return the seconds of a visit that sends so many bytes: two pieces take turns, so lanes work side by side."""
-        shared = min(self.both, self.host_memory)
-        return max(up / self.to_device, down / self.to_host, (up + down) / shared)
+    def visit(self, unit: UnitWork, up: int) -> float:
+        """Return the seconds of a unit's visit that sends so many bytes to the device.
+
+        Pieces take turns, so lanes work side by side, as far as there are buffers: each is taken until its piece has
+        come down.
+        """
+        down = unit.visit_down
+        arriving, leaving = up / self.to_device, down / self.to_host
+        stepping = unit.visit_kernels * self.kernel_seconds + unit.visit_traffic / self.device_memory
+        shared = (up + down) / min(self.both, self.host_memory)
+        return max(arriving, leaving, stepping, shared, (arriving + stepping + leaving) / PIECES_AT_ONCE)
 
 
 @dataclass(frozen=True)

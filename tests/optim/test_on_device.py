@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sp_lightning import optim
 from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import BLOCK
-from sp_lightning.optim.on_device import step_on_device
-from sp_lightning.optim.rules import Memory, Pass, Update
+from sp_lightning.optim.on_device import Effort, step_on_device
+from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
 from .parts import CASES, compare
 
@@ -45,15 +47,40 @@ def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operations."""
+    """Counts operations, and the bytes of all that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith("empty"):
+            self.count += 1
+            read = [] if name in ("uniform_", "full_like") else tree_leaves((args, kwargs))
+            written = (args[0], *args[2:4]) if name.startswith("_fused_adam") else result
+            read = read[1:] if name == "copy_" else read
+            self.nbytes += sum(each.nbytes for each in (*read, *tree_leaves(written)) if isinstance(each, Tensor))
+        return result
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_takes_as_much_of_a_device_as_plans_count(dtype: torch.dtype, moments: str) -> None:
+    """With a gradient in bf16 that is scaled, and a copy of the weights put in their place."""
+    size = 8 * BLOCK
+    weight, gradient, place = (torch.ones(size, dtype=kind) for kind in (dtype, torch.bfloat16, torch.bfloat16))
+    copy = None if dtype == torch.bfloat16 else torch.empty_like(gradient)
+    optimizer = optim.AdamW([nn.Parameter(weight)], moments=moments)
+    work = passes.Work(weight, gradient, {}, copy, Scaling(np.float32(0.5)))
+    (step,) = passes.passes_of(optimizer.update, optimizer.param_groups[0], [work])
+    with Kernels() as kernels:
+        step_on_device(step)
+        place.copy_(weight if copy is None else copy)
+    effort = Effort.of(has_halves=dtype == torch.bfloat16, has_codes=moments == "int8")
+    assert kernels.count == effort.kernels
+    assert kernels.nbytes / size == pytest.approx(effort.nbytes, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ as a wrong number on a laptop, not only on a GPU.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,6 +90,9 @@ class Backend(ABC):
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.timed = False  # whether new tickets record when they begin and end
         self.pins = False  # whether host memory that is sent is pinned (page-locked)
+        # Of the kernels of updates: the bytes of device memory that they move in a second, and how long each waits.
+        self.memory_rate = math.inf
+        self.kernel_seconds = 0.0
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -133,6 +134,12 @@ _MOST_REFUSALS = 3
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
 
 
+# assumed until an update on the device was recorded: the share of its memory's bandwidth that plain kernels reach, and
+# how long each waits beside those that compute
+REACHED_OF_MEMORY = 0.8
+KERNEL_SECONDS = 1e-5
+
+
 class AcceleratorBackend(Backend):
     """CUDA, and any other type of device for which torch has streams and events."""
 
@@ -153,11 +160,21 @@ class AcceleratorBackend(Backend):
             # Without priority, each of a step's small kernels would wait behind the large ones that compute.
             self._update_streams[Kind.VISIT] = self._api.Stream(priority=-1)
         self.pins = device.type == "cuda"
+        self.memory_rate = self._memory_rate()
+        self.kernel_seconds = KERNEL_SECONDS
         self._refusals = 0  # how often the system has refused to pin memory
         if self.pins:
             use_expandable_segments(self._up)
             if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
                 warnings.warn(_ONE_QUEUE, stacklevel=2)
+
+    def _memory_rate(self) -> float:
+        """Return the bytes of the device's memory that kernels read and write in a second; infinite if unknown."""
+        has_facts = hasattr(self._api, "get_device_properties")
+        facts = self._api.get_device_properties(self.device) if has_facts else None
+        kilohertz, bits = getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0)
+        # a number for each of the two edges of the clock
+        return REACHED_OF_MEMORY * 2 * 1e3 * kilohertz * bits / 8 or math.inf
 
     def _begin_work(self) -> None:
         # Otherwise waiting for an event would create a context on device 0.

@@ -144,7 +144,8 @@ class Job(Ticket):
     Args:
         action: The work.
         after: Tickets that have to be done before it starts. If one of them failed, the job fails with it.
-        nbytes: Bytes of host memory that it reads and writes; only devices with simulated time use this.
+        nbytes: Bytes of memory that it reads and writes: the host's, or the device's for an update there. Recordings
+            have them, and devices with simulated time take that long for the work.
         cleanup: Is called afterwards in any case, even if the job or one of the tickets has failed.
         rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
     """

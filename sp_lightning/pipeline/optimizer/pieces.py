@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import BLOCK
-from sp_lightning.optim.on_device import PIECE, part_of
+from sp_lightning.optim.on_device import PIECE, Effort, part_of
 from sp_lightning.optim.rules import Memory
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.torch_private import without_torch_function
@@ -88,6 +88,10 @@ class Piece:
                 begin = tensors[0].data_ptr() - memory.data_ptr()
                 end = tensors[-1].data_ptr() + tensors[-1].nbytes - memory.data_ptr()
                 self._slices[name] = memory[begin:end]
+        first = lying[0].memory
+        effort = Effort.of(first.low is not None, first.first_scale is not None)
+        # bytes of the device's memory that its step reads and writes
+        self.stepped_bytes = effort.nbytes * sum(part.memory.weight.numel() for part in lying)
         self._offsets, self.nbytes = lay_out([each.nbytes for each in self._slices.values()])
 
     def lie_in(self, buffer: PieceBuffer) -> None:

@@ -144,7 +144,7 @@ class Visit(DeferredTicket):
         earlier = [self._earlier, piece.buffer.ticket]
         come = Job(partial(self._copy, piece.up), earlier, up)
         arrived = trace.submit_to_lane(Kind.STATE_UP, name, come)
-        step = Job(partial(self._step, piece, passes, self.keeps_alive), [arrived, *last[:1]], up + down)
+        step = Job(partial(self._step, piece, passes, self.keeps_alive), [arrived, *last[:1]], piece.stepped_bytes)
         ready = trace.submit_to_lane(Kind.VISIT, name, step)
         leave = Job(partial(self._copy, piece.down), [ready, *last[1:]], down)
         gone = trace.submit_to_lane(Kind.STATE_DOWN, name, leave)
