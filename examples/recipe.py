@@ -323,27 +323,30 @@ def leave_out_frozen(module: L.LightningModule, checkpoint: dict[str, Any]) -> N
 
 
 class Losses(L.Callback):
-    """Records the loss of every step and the total training time."""
+    """Records the loss of every batch, the optimizer's steps and the total training time."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self.steps = 0
         self.seconds = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
         self.start = time.perf_counter()
+        self.steps_before = trainer.global_step  # a run that is resumed has taken some
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        """Record the loss of this step."""
+        """Record the loss of this batch."""
         self.values.append(float(outputs["loss"]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop the clock."""
         self.seconds = time.perf_counter() - self.start
+        self.steps = trainer.global_step - self.steps_before
 
     def __str__(self) -> str:
         """Return the first and the last loss, and the time, in one line."""
         if not self.values:
             return "Loss: no step was taken"
         first, last = self.values[0], self.values[-1]
-        return f"Loss: first {first:.4f}, last {last:.4f} ({len(self.values)} steps in {self.seconds:.1f} s)"
+        return f"Loss: first {first:.4f}, last {last:.4f} ({self.steps} steps in {self.seconds:.1f} s)"

@@ -64,7 +64,7 @@ def test_what_needs_an_accelerator(environment: dict[str, str], request: pytest.
 UNORDERED = """
 import torch
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
+from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 
 {breaking}
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
@@ -98,7 +98,7 @@ def test_a_race_is_seen(breaking: str, fork: Fork) -> None:
 
 CONFIGURED = """
 import torch
-from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
+from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 
 torch.cuda.init()
 AcceleratorBackend(torch.device("cuda", 0)).close()

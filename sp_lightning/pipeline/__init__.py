@@ -3,8 +3,9 @@
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.host_memory import available_host_memory
+from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
-from sp_lightning.pipeline.lanes.devices import AcceleratorBackend, HostBackend
+from sp_lightning.pipeline.lanes.devices import HostBackend
 from sp_lightning.pipeline.lanes.lanes import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.optimizer.kinds import Afterwards
 from sp_lightning.pipeline.options import PipelineOptions

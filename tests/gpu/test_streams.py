@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from sp_lightning import superpipeline
-from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
+from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.planning import AutoPlanner
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import sp_lightning
-from sp_lightning.pipeline.lanes.devices import AcceleratorBackend
+from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
 
 from ..helpers import slow_host
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline import AcceleratorBackend, Pipeline, PipelineOptions
-from sp_lightning.pipeline.lanes import devices
+from sp_lightning.pipeline.lanes import accelerator
 from sp_lightning.pipeline.lanes.lanes import Job, Worker
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Machine
@@ -38,7 +38,7 @@ class LostEvent:
 def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
     """It ended the thread instead, and whoever waited for work on the host waited for ever."""
     worker, done = Worker("test-thread"), list[str]()
-    ticket = devices._StreamTicket(LostEvent(), None, nullcontext)
+    ticket = accelerator._StreamTicket(LostEvent(), None, nullcontext)
     failed = worker.submit(Job(lambda: done.append("with what never came"), [ticket]))
     worker.submit(Job(lambda: done.append("something else")))
     waiting = threading.Thread(target=worker.drain, daemon=True)
@@ -103,7 +103,7 @@ def test_rates_are_of_memory_as_it_is_sent(is_pinned: bool) -> None:
 
 def test_a_single_queue_is_warned_of(pretended: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron sets it, for an order of its own."""
-    monkeypatch.setattr(devices, "use_expandable_segments", lambda stream: None)
+    monkeypatch.setattr(accelerator, "use_expandable_segments", lambda stream: None)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.warns(UserWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1.*unset it"):
         AcceleratorBackend(torch.device("cuda", 0))

@@ -1,0 +1,261 @@
+"""Accelerators: CUDA, and other devices for which torch has streams and events.
+
+Copies run on streams of their own, ordered by events. Those that come after work on the host have their own stream: one
+that was asked for later may be issued before, and would make them wait until computing has come as far as it was then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend, DeviceMemory
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.torch_private import use_expandable_segments
+
+
+class _StreamTicket(Ticket):
+    """A copy that is done once an event on a copy stream has completed.
+
+    The event at its `begin` is there if copies are timed. Events are asked on their own device: where another one is
+    current, asking would make a context there.
+    """
+
+    def __init__(self, event: Any, begin: Any, on_device: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.event = event
+        self.begin = begin
+        self._on_device = on_device
+
+    @override
+    def join(self) -> None:
+        with self._on_device():
+            self.event.synchronize()
+
+    @property
+    @override
+    def done(self) -> bool:
+        try:
+            with self._on_device():
+                return bool(self.event.query())
+        except RuntimeError:  # the error of an earlier kernel, which `join` raises, too
+            return True
+
+    @override
+    def interval(self, origin: Origin) -> tuple[float, float]:
+        self.join()
+        begin = origin.device.elapsed_time(self.begin)
+        end = origin.device.elapsed_time(self.event)
+        return begin / 1000, end / 1000
+
+
+# After so many refusals to pin memory, each of which costs time, nothing more is pinned.
+_MOST_REFUSALS = 3
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
+
+
+# Assumed until an update on the device was recorded: the share of the memory's bandwidth that plain kernels reach, and
+# how long each of them waits beside those that compute.
+REACHED_OF_MEMORY = 0.8
+KERNEL_SECONDS = 1e-5
+
+
+class AcceleratorBackend(Backend):
+    """CUDA, and any other type of device for which torch has streams and events."""
+
+    def __init__(self, device: torch.device, poison: bool = False, threads: int | None = None) -> None:
+        super().__init__(device, poison, Worker("superpipeline-host", self._begin_work))
+        self._threads = threads
+        self._former_peak = 0
+        self._api: Any = torch.get_device_module(device)
+        if not hasattr(self._api, "Stream"):
+            raise ValueError(f"`device={device}`: torch has no streams for {device.type!r}, so nothing can stream.")
+        self._on_device = partial(self._api.device, device)
+        with self._on_device():
+            self._up = self._api.Stream()
+            self._up_behind_work = self._api.Stream()
+            self._down = self._api.Stream()
+            # Updates on the device wait for memory, and would hold up other copies on their streams.
+            self._update_streams = {kind: self._api.Stream() for kind in UPDATE_KINDS}
+            # Without priority, each of a step's small kernels would wait behind the large ones that compute.
+            self._update_streams[Kind.VISIT] = self._api.Stream(priority=-1)
+        self.pins = device.type == "cuda"
+        self.memory_rate = self._memory_rate()
+        self.kernel_seconds = KERNEL_SECONDS
+        self._refusals = 0  # how often the system has refused to pin memory
+        if self.pins:
+            use_expandable_segments(self._up)
+            if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+                warnings.warn(_ONE_QUEUE, stacklevel=2)
+
+    def _memory_rate(self) -> float:
+        """Return the bytes of the device's memory that kernels read and write in a second; infinite if unknown."""
+        if self.device.type != "cuda":
+            return math.inf
+        facts = torch.cuda.get_device_properties(self.device)
+        kilohertz = getattr(facts, "memory_clock_rate", 0)
+        bits = getattr(facts, "memory_bus_width", 0)
+        # Each of the two edges of the clock moves data.
+        return REACHED_OF_MEMORY * 2 * 1e3 * kilohertz * bits / 8 or math.inf
+
+    def _begin_work(self) -> None:
+        # Otherwise waiting for an event would create a context on device 0.
+        self._api.set_device(self.device)
+        use_threads(self._threads)
+
+    @override
+    def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
+        computing = self._api.current_stream(self.device)
+        if after is None or after.done:
+            if after is not None:
+                after.join()  # raises if it failed: there is nothing to copy
+            self._up.wait_stream(computing)
+            return self._copy(self._up, target, source)
+        computed = computing.record_event()
+
+        def issue() -> None:
+            self._up_behind_work.wait_event(computed)
+            deferred.ticket = self._copy(self._up_behind_work, target, source)
+
+        deferred = DeferredTicket(Job(issue, [after], rank=BEFORE_OTHER_WORK))
+        # The device itself can wait for an update on it.
+        if after.is_issued and isinstance(issued := after.issued(), _StreamTicket):
+            self._up_behind_work.wait_event(issued.event)
+            issue()
+            return deferred.ticket
+        self.issue_when_ready(deferred.job)
+        return deferred
+
+    @override
+    def download(self, target: Tensor, source: Tensor) -> Ticket:
+        self._down.wait_stream(self._api.current_stream(self.device))
+        return self._copy(self._down, target, source)
+
+    @override
+    def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
+        stream = self._update_streams[kind]
+        for earlier in job.after:
+            stream.wait_event(_event_of(earlier))
+        return self._issue(stream, job.action)
+
+    @override
+    def computed(self) -> Ticket:
+        return _StreamTicket(self._api.current_stream(self.device).record_event(), None, self._on_device)
+
+    @override
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy. Of memory that is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
+        target.copy_(source, non_blocking=True)
+
+    def _copy(self, stream: Any, target: Tensor, source: Tensor) -> Ticket:
+        return self._issue(stream, partial(self.copy, target, source))
+
+    def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
+        # The host's thread sleeps until a copy has come down. Otherwise it would spin beside the thread that launches
+        # kernels.
+        updates = self._update_streams
+        to_host = (self._down, updates[Kind.STATE_DOWN], updates[Kind.LATE_GRADIENTS])
+        sleeps = self.device.type == "cuda" and stream in to_host
+        flags = {"blocking": True} if sleeps else {}
+        begin = self._api.Event(enable_timing=True) if self.timed else None
+        ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin, self._on_device)
+        with self._api.stream(stream):
+            if begin is not None:
+                begin.record(stream)
+            job()
+            ticket.event.record(stream)
+        return ticket
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        self._api.current_stream(self.device).wait_event(_event_of(ticket))
+
+    @override
+    def mark(self) -> Any:
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self.device))
+        return event
+
+    @override
+    def seconds(self, begin: Any, end: Any) -> float:
+        with self._on_device():
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    @override
+    def origin(self) -> Origin:
+        # The event completes now, and not when the device gets to it.
+        self._api.synchronize(self.device)
+        origin = super().origin()
+        with self._on_device():
+            origin.device.synchronize()  # other lanes may be done before computing gets to it
+        return origin
+
+    @override
+    def pin(self, memory: Tensor) -> bool:
+        # torch's allocator of pinned memory rounds up to a power of two: up to twice the memory (pytorch#150517)
+        if self._refusals == _MOST_REFUSALS:
+            return False
+        with self._on_device():
+            done = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+            if not done:
+                self._refusals += 1
+                self._clear_error()
+        return done
+
+    def _clear_error(self) -> None:
+        """Consume the error that a failed call leaves behind: otherwise the next kernel launch would raise it."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+    @override
+    def unpin(self, memory: Tensor) -> None:
+        with self._on_device():
+            # This fails if an interrupt came before the memory was pinned.
+            if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+                self._clear_error()
+
+    @override
+    def memory(self) -> DeviceMemory:
+        free, total = self._api.mem_get_info(self.device)
+        # The user may have limited the process with `torch.cuda.set_per_process_memory_fraction`.
+        allowed = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
+        total = int(allowed(self.device) * total)
+        allocated = self._api.memory_allocated(self.device)
+        peak = self._api.max_memory_allocated(self.device)
+        cached = self._api.memory_reserved(self.device) - allocated
+        retries = self._api.memory_stats(self.device).get("num_alloc_retries", 0)
+        free = min(free + cached, max(0, total - allocated))
+        return DeviceMemory(total, free, allocated, peak, max(self._former_peak, peak), retries)
+
+    @override
+    def count_peak_anew(self) -> DeviceMemory:
+        before = self.memory()
+        self._former_peak = before.peak_so_far
+        self._api.reset_peak_memory_stats(self.device)
+        return before
+
+    @override
+    def drain(self) -> None:
+        self._host.drain()
+        for stream in (self._up, self._up_behind_work, self._down, *self._update_streams.values()):
+            stream.synchronize()
+
+
+def _event_of(ticket: Ticket) -> Any:
+    issued = ticket.issued()
+    assert isinstance(issued, _StreamTicket)
+    return issued.event
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
