@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -135,6 +136,7 @@ def pretend_a_device(patch: pytest.MonkeyPatch) -> MagicMock:
     api.mem_get_info.return_value = 3 << 20, 7 << 20
     api.get_per_process_memory_fraction.return_value = 1.0
     api.memory_reserved.return_value = 5 << 10
+    api.get_device_properties.return_value = SimpleNamespace(memory_clock_rate=10_000, memory_bus_width=64)
     api.memory_allocated.return_value = api.max_memory_allocated.return_value = 1 << 10
     patch.setattr(torch, "get_device_module", lambda device: api)
     return api

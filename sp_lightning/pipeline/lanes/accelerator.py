@@ -101,7 +101,7 @@ class AcceleratorBackend(Backend):
         """Return the bytes of the device's memory that kernels read and write in a second; infinite if unknown."""
         if self.device.type != "cuda":
             return math.inf
-        facts = torch.cuda.get_device_properties(self.device)
+        facts = self._api.get_device_properties(self.device)
         kilohertz = getattr(facts, "memory_clock_rate", 0)
         bits = getattr(facts, "memory_bus_width", 0)
         # Each of the two edges of the clock moves data.
