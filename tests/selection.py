@@ -1,4 +1,4 @@
-"""Which tests a plain `pytest` runs: each promise once, in two or three minutes. `pytest --all` runs the others, too.
+"""Which tests a plain `pytest` runs: each promise once, in seven minutes on two cores. `--all` runs the others, too.
 
 A test that takes long has one of the marks below, by its file or by a decorator. A plain run leaves marked tests out,
 unless somebody asks for them: by `-m`, by `--all`, or by naming their file. Of a grid with `one_in(3)` it runs every

@@ -88,6 +88,7 @@ def test_the_document_shows_what_is_printed():
         assert run(command) == output, f"`python {Path(__file__).name}` writes it anew"
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -151,6 +152,7 @@ def test_gpus_as_people_call_them(name, gpu):
     assert gpu_named(name) == gpu
 
 
+@pytest.mark.slow
 def test_speed_is_a_range():
     """From the lowest to the highest share of the peak; the search is for the lowest, and searches for the highest."""
     report = planned("Qwen3-1.7B --gpu 4090 --tokens 8192 --host_memory 64GiB")
@@ -202,6 +204,7 @@ def test_assumptions_change_the_plan():
     assert slow.seconds > 10 * fast.seconds
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -227,6 +230,7 @@ def test_nothing_fits(arguments, says):
     assert all(line.startswith("It fits ") and "tokens/s" in line for line in helps)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("arguments", "changes"),
     [
@@ -366,6 +370,7 @@ def test_no_more_units_stay_on_the_gpu_than_there_are():
     assert f"Of {row.units} units, {row.units} stay on the GPU" in row.choice()
 
 
+@pytest.mark.slow
 def test_the_ladder_of_host_memory():
     """Each rung takes less; the step on the host falls with what the optimizer reads and writes."""
     rungs = planned("Llama-3.1-8B --optimizer_on host").rows

@@ -112,6 +112,7 @@ class PinsAndIsInterrupted(RecordingBackend):
         return True
 
 
+@pytest.mark.slow
 def test_an_interrupted_attach():
     """The module is a plain one with its values, nothing is page-locked any more, and it can be attached."""
     model = chain(3)

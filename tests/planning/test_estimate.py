@@ -315,6 +315,7 @@ def test_state_of_optimizers(name):
     assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
 
 
+@pytest.mark.slow
 def test_published_runs_lie_where_their_gpus_reach():
     """Two of the table in docs/planning.md, which has them all."""
     for run in (replay.RUNS[0], replay.RUNS[5]):
