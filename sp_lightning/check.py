@@ -121,7 +121,7 @@ def _train(
         words += f", {readable_bytes(torch.get_device_module(device).max_memory_allocated(device))} of GPU memory"
     placed = 0
     if pipeline is not None:
-        summary, visits = pipeline.summary(), pipeline.stats.updates_on_device
+        summary, visits = pipeline.summary(), pipeline.stats.visits
         placed = visits + len(summary.living)
         words += f", {visits} GPU updates, {len(summary.living)} units stay on the GPU"
         if summary.plan is not None and summary.plan.step_seconds:

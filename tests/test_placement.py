@@ -45,7 +45,7 @@ def test_each_place_in_each_precision(precision: str, make: Any, clip: float | N
     actual, stats = fit_placed(make, planner, precision, clip, accumulate)
     assert_same_trace(expected, actual)
     assert stats.optimizer_steps == (5 if precision == "16-mixed" else 6)
-    assert stats.updates_on_device == 2 * (stats.optimizer_steps - 1)
+    assert stats.visits == 2 * (stats.optimizer_steps - 1)
     assert max(on_device for *_, on_device in planner.seen) == 7
     assert len(planner.lives) == 1
 
@@ -73,4 +73,4 @@ class ClipsByValue(Placed):
 def test_visits_that_never_happen_are_told(precision: str, make: Any, module: type[Placed], why: str) -> None:
     with pytest.warns(UserWarning, match=f"The plan expected GPU updates .* the CPU updates them.*{why}"):
         _, stats = fit_placed(make, Fixed((2,), (2, (), (4,))), precision, module=module)
-    assert stats.updates_on_device == 0
+    assert stats.visits == 0

@@ -45,7 +45,7 @@ class Counts:
             units=summary.units,
             loads=stats.loads,
             updates_in_backward=stats.steps_in_backward,
-            updates_on_gpu=stats.updates_on_device,
+            updates_on_gpu=stats.visits,
             units_on_gpu=len(summary.living),
         )
 

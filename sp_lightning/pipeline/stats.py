@@ -41,7 +41,7 @@ class Stats:
     # times that the host waited for an optimizer's step because a weight was accessed
     optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute
-    updates_on_device: int = 0  # the part of `overlapped_steps` that was made on the device
+    visits: int = 0  # the part of `overlapped_steps` that was made on the device
     # Units whose gradients have waited on the device for their step on the host.
     late_gradients: int = 0
     # The part of `overlapped_steps` that was made before backward had ended.

@@ -36,7 +36,7 @@ def test_visits_in_each_precision(precision: str, clip: float | None, accumulate
         fit_placed(ADAMW, planner, precision, clip, accumulate, accelerator) for planner in (Fixed((2,)), visiting)
     )
     assert stats.optimizer_steps >= 5
-    assert stats.updates_on_device == 3 * (stats.optimizer_steps - 1)
+    assert stats.visits == 3 * (stats.optimizer_steps - 1)
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
@@ -53,7 +53,7 @@ def test_placement_changes_no_number(
     monkeypatch.setattr(pieces, "PIECE", 1024)
     expected, _ = train_placed(ADAMW, Fixed((2,)), device, steps=10, dtype=dtype, **training)
     actual, stats = train_placed(ADAMW, Wanders(seed), device, steps=10, dtype=dtype, **training)
-    assert stats.updates_on_device > 0
+    assert stats.visits > 0
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
@@ -69,4 +69,4 @@ def test_a_forward_does_not_wait_until_visits_are_down(cuda: torch.device) -> No
             clipping.clip_grad_norm(pipe.module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        assert pipe.stats.updates_on_device >= 3 * BLOCKS
+        assert pipe.stats.visits >= 3 * BLOCKS

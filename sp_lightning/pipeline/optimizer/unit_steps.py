@@ -77,7 +77,7 @@ class UnitSteps:
         # The step must not keep gradients that have stayed on the device.
         inputs = step.inputs_by_unit.pop(unit, {})
         if inputs and unit.updates_on_device and not unit.split_off and self._step_on_device(unit, step, inputs):
-            self.window.stats.updates_on_device += 1
+            self.window.stats.visits += 1
         elif inputs:
             self._step_on_host(unit, step, inputs)
         else:

@@ -252,7 +252,7 @@ class Visits:
 
     def end_step(self) -> None:
         """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
-        if self.why_not and not self.stats.updates_on_device:
+        if self.why_not and not self.stats.visits:
             warnings.warn(
                 "The plan expected GPU updates of streamed units, but the CPU updates them, which is "
                 f"slower: {self.why_not}.",

@@ -153,7 +153,7 @@ def test_gradients_that_somebody_looks_at(visits: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     torch.testing.assert_close(seen[len(seen) // 2 :], seen[: len(seen) // 2], rtol=0, atol=0)
     assert stats.late_gradients > 0
-    assert bool(stats.updates_on_device) is visits
+    assert bool(stats.visits) is visits
 
 
 class Reversed(Chain):

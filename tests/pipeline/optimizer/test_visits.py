@@ -50,7 +50,7 @@ def assert_same(
     expected, _ = train_placed(make, None, **options)
     actual, stats = train_placed(make, Fixed((2,), (k, (), visiting)), backend=backend, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    return stats.updates_on_device
+    return stats.visits
 
 
 WAYS = [(clip, early, micro) for clip, early in [(None, False), (None, True), (0.01, False)] for micro in (1, 2)]
@@ -77,7 +77,7 @@ def test_deferred_visits_bring_new_weights(accumulate: int) -> None:
         planner = Fixed((2,), (3, (), visiting), defers_visits=defers)
         actual, stats = train_placed(make, planner, in_backward=True, accumulate=accumulate)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-        assert stats.updates_on_device == 4 * 6
+        assert stats.visits == 4 * 6
         sent.append(stats.bytes_to_device)
     block = sum(parameter.nbytes for parameter in Gated(16, 48).parameters())
     assert sent[0] - sent[1] >= 4 * 5 * block, "each forward but the last one"
@@ -189,7 +189,7 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
         gate.set()
         x.sum().backward()
         assert pipeline.stats.recomputed == before + len(order) - 1
-        assert pipeline.stats.updates_on_device == 2
+        assert pipeline.stats.visits == 2
 
 
 def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
@@ -240,13 +240,13 @@ def test_a_visit_that_fails_raises(begins: bool, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RuntimeError, match="no memory for pieces"):
             model.blocks[0].up.weight.sum()
     monkeypatch.undo()
-    before, plain = pipeline.stats.updates_on_device, copy.deepcopy(model)
+    before, plain = pipeline.stats.visits, copy.deepcopy(model)
     others = AdamW(plain.parameters(), fused=True)
     others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(3):
         step(model, optimizer)
         step(plain, others)
-    assert pipeline.stats.updates_on_device == before + 6
+    assert pipeline.stats.visits == before + 6
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     pipeline.detach()
 
@@ -311,5 +311,5 @@ def test_state_is_page_locked_from_when_it_is_made() -> None:
         for number, block in enumerate(model.blocks):
             start = optimizer.state[block.up.weight]["exp_avg"].data_ptr()
             assert any(0 <= start - begin < size for begin, size in backend.locked.items()) == (number <= step)
-        assert pipeline.stats.updates_on_device == 2 * step
+        assert pipeline.stats.visits == 2 * step
     pipeline.detach()
