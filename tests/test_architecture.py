@@ -1,4 +1,4 @@
-"""The tables of hops in docs/architecture.md: what a weight and a gradient pass through in a step, as they are told."""
+"""The tables of hops in docs/architecture.md name what a weight and a gradient pass through in a step, in order."""
 
 from __future__ import annotations
 

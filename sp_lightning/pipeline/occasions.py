@@ -89,7 +89,7 @@ class Occasions:
         if engine.learned.divided != arrangement.divided:
             engine.rearrange()
         else:  # the plan was made for other units
-            self._adopt_plan(None, anew=True)
+            self._adopt_plan(None, places_anyway=True)
             engine.activations.measure_anew(engine.room.budget is not None)
 
     def _called_units(self) -> list[str]:
@@ -98,14 +98,14 @@ class Occasions:
         members = engine.arrangement.streamed_members
         return [members[number].unit_name for number in engine.order.used_members()]
 
-    def _adopt_plan(self, plan: WindowPlan | None, anew: bool = False) -> None:
-        """Adopt a plan's window and policies; place weights again if the window changes, or if `anew`."""
+    def _adopt_plan(self, plan: WindowPlan | None, places_anyway: bool = False) -> None:
+        """Adopt a plan's window and policies; place weights again if the window changes, or if it `places_anyway`."""
         engine = self._engine
         before = engine.plan
         engine.plan = plan
         engine.waiting.follow_plan(None if plan is None else plan.waiting)
         engine.visits.begin_in_backward = plan is None or not plan.defers_visits
-        if anew or (before and before.window) != (plan and plan.window):
+        if places_anyway or (before and before.window) != (plan and plan.window):
             engine.place_weights()
         elif plan is not None and engine.arrangement.layout.window is before:
             engine.arrangement.layout.window = plan

@@ -124,7 +124,7 @@ class Machine:
     kernel_seconds: float = 0.0
 
     def visit(self, unit: UnitWork, up: int) -> float:
-        """Return the seconds of a unit's visit that sends so many bytes to the device.
+        """Return the seconds of a unit's visit that sends `up` bytes to the device.
 
         Pieces take turns, so lanes work side by side, as far as there are buffers: each is taken until its piece has
         come down.

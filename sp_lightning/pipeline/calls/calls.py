@@ -1,6 +1,6 @@
 """Scopes of steps, and the calls of modules in them: which call opens a step, which enters a unit, who may compute.
 
-What happens at each event is told in story.py.
+story.py tells what happens at each event.
 """
 
 from __future__ import annotations
