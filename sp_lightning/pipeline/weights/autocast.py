@@ -26,8 +26,10 @@ placed at once, and the modules that were called like this one follow it.
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,6 +78,30 @@ _NAMES = (
 )  # fmt: skip
 CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
 _OF_THE_LEAF = {"grad", *OF_THE_LEAF}
+
+
+class Use(enum.Enum):
+    """What an operation asks of a weight that may be lowered."""
+
+    DTYPE = enum.auto()
+    """Its dtype, which is the master's."""
+    LEAF = enum.auto()
+    """What is true of the leaf, whatever its values: its shape, say."""
+    CAST = enum.auto()
+    """Its values, which autocast casts."""
+    VALUES = enum.auto()
+    """Its values in its own dtype."""
+
+
+@lru_cache(maxsize=1024)
+def use_of(func: Callable[..., Any]) -> Use:
+    """Return what an operation asks of a weight."""
+    name = name_of(func)
+    if name in OF_THE_DTYPE:
+        return Use.DTYPE
+    if name in _OF_THE_LEAF or is_metadata(name):
+        return Use.LEAF
+    return Use.CAST if func in CASTING else Use.VALUES
 
 
 class Autocasts:
@@ -234,15 +260,15 @@ class LoweredParameter(EagerLeaf):
             args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.weight.master)
             return func(*args, **kwargs)
         with without_torch_function():
-            name = name_of(func)
-            if name in OF_THE_DTYPE:
+            use = use_of(func)
+            if use is Use.DTYPE:
                 return func(args[0].weight.master)
             # A dispatch mode passes on operations of backward.
             backward_does_it = isinstance(func, OpOverload) and in_backward()
-            if name in _OF_THE_LEAF or is_metadata(name) or backward_does_it:
+            if use is Use.LEAF or backward_does_it:
                 return func(*args, **kwargs)
             # Autocast leaves operations with `out` alone.
-            is_casting = func in CASTING and "out" not in kwargs
+            is_casting = use is Use.CAST and "out" not in kwargs
             leaves = list(instances_in((args, kwargs), cls))
             operands = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
             has_others = not set(types) <= {cls, Tensor}  # masters of another model, say
