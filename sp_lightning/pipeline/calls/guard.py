@@ -36,7 +36,6 @@ from sp_lightning.pipeline.calls.masters import (
     means_the_master,
     run_on_leaves,
 )
-from sp_lightning.pipeline.gradients.segment_gradients import drop
 from sp_lightning.pipeline.lanes.at_work import FORKED, EngineAtWork, optimizer_steps
 from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
@@ -177,7 +176,6 @@ class Guard:
         is_zeroed = to_none is not None or not any(other.tensor is not None for other in stream.gradient_of.values())
         if is_zeroed and weight.leftover is Leftover.USED:
             weight.leftover = Leftover.NOTHING
-        gradient.check_readable()
         if reads and gradient in stream.pending:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to CPU memory, and cannot be "
@@ -185,9 +183,9 @@ class Guard:
                 "the weight: `register_post_accumulate_grad_hook`, or `register_hook` to change it."
             )
         if to_none is not None:
-            drop([gradient])
-            weight.leftover = Leftover.NOTHING if to_none else Leftover.ZEROS
+            gradient.zero(to_none)
             return
+        gradient.check_readable()
         with self._at_work:
             self.window.finish_optimizer(weight.unit)
             gradient.show()

@@ -30,6 +30,62 @@ class GradientMemory:
         return views
 
 
+class MemoryBesideMasters:
+    """The host memory that gradients of a segment stay in, in one of two buffers, each made when first needed.
+
+    If gradients come in the masters' dtypes, `arrived` is for sums, too. Else sums take the place of what arrived, and
+    from then on also the first gradients of a step go there, through a landing buffer.
+
+    Attributes:
+        arrived: The memory for gradients as they came, which the device writes; None if there is none.
+        sums: The memory for what was added up, in the masters' dtypes; None if there is none.
+    """
+
+    def __init__(self, masters: HostBuffer) -> None:
+        self.arrived: GradientMemory | None = None
+        self.sums: GradientMemory | None = None
+        self._masters = masters
+
+    @property
+    def any(self) -> GradientMemory | None:
+        """The memory, with or without gradients in it; None if there is none."""
+        return self.sums or self.arrived
+
+    def for_arrived(self, layout: GradientLayout) -> GradientMemory:
+        """Return the memory for gradients as they come."""
+        if self.arrived is None:
+            self.arrived = self._make(layout, pin=True)
+        return self.arrived
+
+    def make_sums(self, layout: GradientLayout, pin: bool) -> GradientMemory:
+        """Make the memory for sums of another dtype than that in which gradients come."""
+        assert self.any is None
+        self.sums = self._make(layout, pin)
+        return self.sums
+
+    def _make(self, layout: GradientLayout, pin: bool) -> GradientMemory:
+        buffer = self._masters.get_companion("gradients", layout.nbytes, pin=False)
+        if pin:
+            buffer.pin()
+        return GradientMemory(buffer.bytes)
+
+    def release(self) -> None:
+        """Release the memory; gradients in it keep it."""
+        self._masters.release_companion("gradients")
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the memory, without releasing it."""
+        self.arrived = self.sums = None
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in the memory."""
+        if self.any is None:
+            return False
+        start = self.any.bytes.data_ptr()
+        return start <= tensor.data_ptr() < start + self.any.bytes.nbytes
+
+
 class LandingBuffer(GradientMemory):
     """Memory on the host, through which gradients of one unit after the other pass.
 

@@ -146,7 +146,7 @@ class Routes:
         """Copy gradients, and their norms if these are measured, to the unit's own memory, where they stay."""
         of_segment.wait()  # earlier gradients may be on their way to that memory
         gathered = of_segment.take_gathered()
-        memory = of_segment.make_arrived()
+        memory = of_segment.beside.for_arrived(of_segment.layout)
         has_norms = self.measures_norms and of_segment.layout.norm_dtype is not None
         self._download(of_segment, gathered, memory, has_norms)
         of_segment.record_download(memory, gathered, has_norms)
@@ -197,7 +197,7 @@ class Routes:
                     break
                 del gathered[gradient]
         if gathered:
-            move_to_host(of_segment.gradients)
+            move_to_host(of_segment)
             of_segment.gather_again(gathered)
             self._add(of_segment)
         elif self.measures_norms:

@@ -1,25 +1,21 @@
-"""The gradients of one segment: the state that they are in, and the host memory that they stay in until asked for.
+"""The gradients of one segment, and the state that they are in; the host memory for them is in gradient_memory.py.
 
 [Note: what you look at is yours]
 The gradients that backward has brought belong to the engine: they may still be on their way, in a lower dtype than
 their masters', and unscaled. `.grad` is None meanwhile. Whoever reads it gets a copy in the master's dtype, which is
 *the* gradient from then on, and belongs to the user like any that the user sets.
-
-[Note: where gradients are on the host]
-In one of two buffers beside the masters, each made when first needed: `arrived`, which the device writes, has them as
-they came; `sums` has what was added up, in the masters' dtypes. If they come in these, one buffer is both. Else sums
-take the place of what arrived, and from then on also the first gradients of a step go there, through landing memory.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
+from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer, MemoryBesideMasters
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
@@ -55,6 +51,8 @@ class Gradient:
 
     def set_tensor(self, tensor: Tensor, norm: Tensor | None = None, is_sum: bool = False) -> None:
         """Set the tensor that has the gradient, or will have it when it has landed, and its norm."""
+        if self.tensor is None:
+            self.of_segment.note_one_more()
         self.tensor = tensor
         self.norm = norm
         self.is_sum = is_sum
@@ -97,18 +95,38 @@ class Gradient:
             taken = torch.empty_like(self.weight.host).copy_(self.tensor)
             for factor in self.factors:
                 taken.mul_(factor)
-        drop([self])
+        self.drop()
         return taken
 
+    def drop(self) -> None:
+        """Drop the engine's tensor, if there is one."""
+        if self.tensor is not None:
+            self.of_segment.note_one_less()
+        self.tensor = self.norm = None
+        self.factors = ()
 
-def drop(gradients: Collection[Gradient]) -> None:
-    """Drop the engine's tensors of these gradients."""
-    for gradient in gradients:
-        gradient.tensor = gradient.norm = None
-        gradient.factors = ()
-    for of_segment in {gradient.of_segment for gradient in gradients}:
-        if not of_segment.stored_gradients:
-            of_segment.is_on_device = False
+    def zero(self, to_none: bool) -> None:
+        """Do what `zero_grad` does with the gradient: make it None, or zeros."""
+        self.check_readable()
+        self.drop()
+        self.weight.leftover = Leftover.NOTHING if to_none else Leftover.ZEROS
+
+
+class Stored(enum.Enum):
+    """Where the engine has the gradients of a segment; `SegmentGradients` alone changes it.
+
+    A segment's gradients are all in one place:
+
+        NOWHERE ----> ON_HOST ------------> NOWHERE    a step has used them, or they were shown or zeroed
+              '-----> ON_DEVICE ----------> NOWHERE
+                          '---> ON_HOST                the device had no memory for a sum
+    """
+
+    NOWHERE = enum.auto()
+    ON_HOST = enum.auto()
+    """They are in host memory, or on their way to it."""
+    ON_DEVICE = enum.auto()
+    """They stay on the device until their unit is updated."""
 
 
 class StepInBackward(Protocol):
@@ -131,8 +149,7 @@ class SegmentGradients:
         is_consumed: Whether an optimizer has stepped the unit in backward. Its `step()` was not called yet.
         layout: The layout of gradients in memory, in the dtypes in which they come.
         sum_layout: The layout of sums in memory, in the masters' dtypes.
-        arrived: The memory for gradients as they came; None if there is none.
-        sums: The memory for sums; None if there is none. See [Note: where gradients are on the host].
+        beside: The host memory for gradients, beside the masters.
         landing: The landing buffer with the gradients, until the optimizer has read them; None if there is none.
     """
 
@@ -151,12 +168,11 @@ class SegmentGradients:
         self.missing = 0
         # Whether the gradient that came last is its weight's last one in this backward pass.
         self.is_last = False
-        # Whether the gradients stay on the device until the unit is updated.
-        self.is_on_device = False
+        self._stored = Stored.NOWHERE
+        self._stored_count = 0  # how many gradients the engine has, apart from those that are gathered
         # Done when no copy and no addition of gradients is under way.
         self.ticket: Ticket | None = None
-        self.arrived: GradientMemory | None = None
-        self.sums: GradientMemory | None = None
+        self.beside = MemoryBesideMasters(segment.memory)
         self.landing: LandingBuffer | None = None
         self.expect()
 
@@ -164,7 +180,8 @@ class SegmentGradients:
 
     def consume(self) -> None:
         """Note that the unit is stepped with these gradients, before `step()` is called."""
-        assert self.stored_gradients, self.unit.name
+        assert self.has_stored, self.unit.name
+        assert not self.is_consumed, self.unit.name
         self.is_consumed = self.unit.is_used_up = True
 
     def acknowledge_step(self) -> None:
@@ -173,12 +190,37 @@ class SegmentGradients:
         self.is_consumed = self.unit.is_used_up = False
 
     def mark_on_device(self) -> None:
-        """Note that the gradients stay on the device."""
-        self.is_on_device = True
+        """Note that gradients stay on the device, with the earlier ones."""
+        assert self._stored is not Stored.ON_HOST, self.unit.name
+        self._stored = Stored.ON_DEVICE
 
     def mark_on_host(self) -> None:
         """Note that the gradients are on the host now."""
-        self.is_on_device = False
+        assert self._stored is Stored.ON_DEVICE, self.unit.name
+        self._stored = Stored.ON_HOST
+
+    def note_one_more(self) -> None:
+        """Note that the engine has one more of the gradients."""
+        self._stored_count += 1
+        if self._stored is Stored.NOWHERE:
+            self._stored = Stored.ON_HOST
+
+    def note_one_less(self) -> None:
+        """Note that the engine has one of the gradients less."""
+        assert self._stored_count > 0, self.unit.name
+        self._stored_count -= 1
+        if self._stored_count == 0:
+            self._stored = Stored.NOWHERE
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the gradients stay on the device until the unit is updated."""
+        return self._stored is Stored.ON_DEVICE
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether the engine has any of the gradients, apart from those that are gathered."""
+        return self._stored_count > 0
 
     @property
     def stored_gradients(self) -> list[Gradient]:
@@ -236,52 +278,22 @@ class SegmentGradients:
 
     # ----------------------------------------------------------------------------------------------- where they stay
 
-    @property
-    def memory(self) -> GradientMemory | None:
-        """The host memory for gradients, with or without gradients in it; None if there is none."""
-        return self.sums or self.arrived
-
-    def make_arrived(self) -> GradientMemory:
-        """Return the memory for gradients as they came."""
-        if self.arrived is None:
-            self.arrived = self._make_memory(self.layout, pin=True)
-        return self.arrived
-
     def make_sums(self) -> dict[Gradient, Tensor]:
         """Return the place of each sum."""
         if self.sum_layout.dtypes == self.layout.dtypes:
-            memory = self.make_arrived()
+            memory = self.beside.for_arrived(self.layout)
+        elif self.beside.sums is not None:
+            memory = self.beside.sums
         else:
-            if self.sums is None:
-                self.release_memory()  # gradients in it keep it
-                # The device writes no sums. It reads them if the unit is updated there.
-                self.sums = self._make_memory(self.sum_layout, pin=self.unit.updates_on_device)
-            memory = self.sums
+            self.release_memory()  # gradients in it keep it
+            # The device writes no sums. It reads them if the unit is updated there.
+            memory = self.beside.make_sums(self.sum_layout, pin=self.unit.updates_on_device)
         return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
-    def _make_memory(self, layout: GradientLayout, pin: bool) -> GradientMemory:
-        buffer = self.segment.memory.get_companion("gradients", layout.nbytes, pin=False)
-        if pin:
-            buffer.pin()
-        return GradientMemory(buffer.bytes)
-
     def release_memory(self) -> None:
-        """Release the memory; gradients in it keep it."""
+        """Release the memory beside the masters; gradients in it keep it."""
         self.wait()
-        self.segment.memory.release_companion("gradients")
-        self.forget_memory()
-
-    def forget_memory(self) -> None:
-        """Forget the memory, which lies beside the masters."""
-        self.arrived = self.sums = None
-
-    def has_at_hand(self, tensor: Tensor) -> bool:
-        """Tell whether an update on the device can read a gradient: on the device, or in the segment's own memory."""
-        memory = self.memory
-        if self.is_on_device or memory is None:
-            return self.is_on_device
-        start = memory.bytes.data_ptr()
-        return start <= tensor.data_ptr() < start + memory.bytes.nbytes
+        self.beside.release()
 
     def land_in(self, buffer: LandingBuffer) -> None:
         """Note the landing buffer with the gradients, until somebody has read them."""
@@ -325,10 +337,13 @@ class SegmentGradients:
     def abandon(self) -> None:
         """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""
         self.gathered = {}
+        if not self.has_stored:
+            self._stored = Stored.NOWHERE
         is_lost = self.pass_landing() is not None
         try:
             self.wait()
         except Exception:  # this error was raised already, or is due to the exception in backward
             is_lost = True
         if is_lost:
-            drop(self.gradients)
+            for gradient in self.gradients:
+                gradient.drop()

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Route, Routes
-from sp_lightning.pipeline.gradients.segment_gradients import (
-    Gradient,
-    SegmentGradients,
-    StepInBackward,
-    drop,
-)  # fmt: skip
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward
 from sp_lightning.pipeline.gradients.waiting import DeviceRoom, WaitingRoom
 from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
@@ -139,7 +134,7 @@ class GradientStream:
             return
         # An update on the device may still read the earlier sums, and begins when somebody waits for it. A step on the
         # host is over: computing has waited for the weights that it wrote.
-        if of_segment.is_on_device or (of_segment.memory is not None and of_segment.unit.updates_on_device):
+        if of_segment.is_on_device or (of_segment.beside.any is not None and of_segment.unit.updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         self._ship(of_segment, is_final and not of_segment.missing, is_seen)
@@ -179,10 +174,10 @@ class GradientStream:
         the unit has memory for sums, of another dtype          ADD
         else                                                    KEEP
         """
-        has_sums = of_segment.sums is not None
+        has_sums = of_segment.beside.sums is not None
         if of_segment.is_on_device:
             return Route.STAY
-        if of_segment.stored_gradients:
+        if of_segment.has_stored:
             return Route.ADD
         if of_segment.unit.updates_on_device and is_updated_next and not has_sums:
             return Route.STAY
@@ -239,7 +234,9 @@ class GradientStream:
         """Forget the gradients of a backward pass that an exception has ended."""
         for of_segment in self._by_segment:
             of_segment.abandon()
-        drop([gradient for gradient, is_seen in self.pending.items() if is_seen])
+        for gradient, is_seen in self.pending.items():
+            if is_seen:
+                gradient.drop()
         self.pending.clear()
         self.routes.landing.release_all()
 
@@ -249,7 +246,7 @@ class GradientStream:
         """Wait until every gradient has landed and been added."""
         waits = False
         for of_segment in self._by_segment:
-            if of_segment.ticket is not None and of_segment.stored_gradients:
+            if of_segment.ticket is not None and of_segment.has_stored:
                 waits = True
                 of_segment.wait()
         if waits:
@@ -265,14 +262,14 @@ class GradientStream:
         for gradient in gradients:
             if gradient.tensor is not None:
                 gradient.weight.leftover = Leftover.USED
-        drop(gradients)
+            gradient.drop()
 
     def hand_over_gradients(self) -> None:
         """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory beside masters."""
         self.abandon()
         self.show_all()
         for of_segment in self._by_segment:
-            of_segment.forget_memory()
+            of_segment.beside.forget()
         self.routes.staging.drop_buffers()
         self.routes.landing.free_memory()
 

@@ -12,7 +12,7 @@ Before there is a plan, backward decides: by then it is known how much of the de
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Protocol
 
 from torch import Tensor
@@ -70,7 +70,7 @@ class WaitingRoom:
         name = of_segment.unit.name
         if self.planned is not None:
             waits = name in self.planned
-        elif of_segment.memory is not None:  # the gradients have their memory on the host
+        elif of_segment.beside.any is not None:  # the gradients have their memory on the host
             waits = False
         else:
             nbytes = of_segment.sum_layout.nbytes if more_comes else of_segment.layout.nbytes
@@ -115,10 +115,9 @@ def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
         gradient.set_tensor(tensor)
 
 
-def move_to_host(gradients: Iterable[Gradient]) -> None:
+def move_to_host(of_segment: SegmentGradients) -> None:
     """Move gradients that wait to the host, one by one: the device has run out of memory."""
-    for gradient in gradients:
+    of_segment.mark_on_host()
+    for gradient in of_segment.stored_gradients:
         if gradient.tensor is not None:
-            norm = gradient.norm
-            gradient.set_tensor(gradient.tensor.cpu(), norm)
-        gradient.of_segment.mark_on_host()
+            gradient.set_tensor(gradient.tensor.cpu(), gradient.norm)

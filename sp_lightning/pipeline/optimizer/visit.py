@@ -214,7 +214,8 @@ class Visits:
             if not state:
                 return ""  # the host makes it, once
             # others are the user's, or lie where they are to be read soon
-            if tensor is not gradient.tensor or not of_segment.has_at_hand(tensor):
+            is_at_hand = of_segment.is_on_device or of_segment.beside.contains(tensor)
+            if tensor is not gradient.tensor or not is_at_hand:
                 return f"the gradient of {weight.name!r} was read, set or kept"
             is_readable = weight.dtype in (tensor.dtype, torch.float32)
             if not is_readable or len(gradient.factors) > MOST_FACTORS:
@@ -233,7 +234,7 @@ class Visits:
         updates: Sequence[_Update],
     ) -> Sequence[Piece]:
         """Return the pieces in which a segment visits, found anew if something of it lies elsewhere than it did."""
-        segment, gradients = of_segment.segment, of_segment.memory
+        segment, gradients = of_segment.segment, of_segment.beside.any
         state = segment.memory.companions["state"]
         known = self._known.get(segment)
         if known is not None and known[:2] == (state, gradients):
