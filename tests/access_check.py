@@ -23,7 +23,7 @@ from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.operands import instances_in
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.units.unit import Residency
+from sp_lightning.pipeline.units.presence import Residency
 
 # under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there
 _COMPILES_ANEW = torch.__version__ < "2.10"
@@ -72,7 +72,7 @@ class AccessCheck(TorchDispatchMode):
         arrangement = self._engine.arrangement
         twins = arrangement.twins
         for _, memory in operands:
-            if memory in twins and twins[memory].unit.residency is not Residency.READABLE:
+            if memory in twins and twins[memory].unit.presence.residency is not Residency.READABLE:
                 name = twins[memory].weight.name
                 raise AssertionError(f"{func} reads weight {name!r}, whose copy to the device was not waited for.")
         if len(operands) < 2 or (not isinstance(func, HigherOrderOperator) and func._schema.is_mutable):

@@ -261,9 +261,9 @@ class OrderCheck:
     # ------------------------------------------------------------------------------ what computing and the host touch
 
     def _bring(self, _: Window, unit: Unit) -> Hook:
-        held: Any = () if unit.being_stepped is None else unit.being_stepped.keeps_alive
+        held: Any = () if unit.update.ticket is None else unit.update.ticket.keeps_alive
         yield
-        self.compute(f"has weights of {unit.name}", [unit.place])
+        self.compute(f"has weights of {unit.name}", [unit.presence.place])
         self.free("gradients", *[update.gradient for update in held if update.work.gradient is None])
 
     def _take_staging(self, _: routes.StagingBuffers, nbytes: int) -> Hook:

@@ -58,7 +58,7 @@ class Summary:
             unit_names=tuple(unit.name for unit in arrangement.units),
             resident=tuple(weight.name for weight in arrangement.resident.weights),
             living=tuple(unit.name for unit in layout.units_on_device),
-            visiting=tuple(unit.name for unit in arrangement.in_window if unit.updates_on_device),
+            visiting=tuple(unit.name for unit in arrangement.in_window if unit.update.is_on_device),
             plan=engine.plan if layout.window is engine.plan else None,
         )
 

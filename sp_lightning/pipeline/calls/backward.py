@@ -27,7 +27,8 @@ from sp_lightning.pipeline.torch_private import (
     when_backward_ends,
     without_torch_function,
 )
-from sp_lightning.pipeline.units.unit import Residency, Unit
+from sp_lightning.pipeline.units.presence import Residency
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.window.order import Pass
 from sp_lightning.pipeline.window.window import Window
@@ -150,11 +151,11 @@ class BackwardPass:
         """Bring a weight that backward unpacks to the device."""
         unit = twin.unit
         is_expected = not unit.conflicts or unit in self.in_use
-        if self.running and is_expected and unit.is_valid:
+        if self.running and is_expected and unit.presence.is_valid:
             return
         with self._at_work:
             self.note_sign()
-            if unit.residency is Residency.ABSENT:
+            if unit.presence.residency is Residency.ABSENT:
                 self._window.stats.heals += 1
             is_unannounced = self.running and not is_expected
             if is_unannounced:  # no unit announces the nodes of a gradient's gradient

@@ -46,7 +46,8 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
     zeroing,
 )
-from sp_lightning.pipeline.units.unit import Member, Residency
+from sp_lightning.pipeline.units.presence import Residency
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
@@ -155,7 +156,7 @@ class Guard:
 
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
-        step = weight.unit.being_stepped
+        step = weight.unit.update.ticket
         if step is not None:
             step.join()  # a step that was under way fails in the fork
         # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
@@ -204,16 +205,16 @@ class Guard:
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
                 self._backward.follow_requires_grad(weight.twin)
             unit = weight.twin.unit
-            is_there = unit.residency is not Residency.ABSENT and (unit.users > 0 or weight.unit.is_reached)
+            is_there = unit.presence.residency is not Residency.ABSENT and (unit.users > 0 or weight.unit.is_reached)
             if not (unit.resident or is_there):
                 self._keep_on_device(weight)
             unit = weight.twin.unit
-            unit.suspect |= not self.in_step
+            unit.presence.suspect |= not self.in_step
             self.window.bring(unit)
             training = self._arrangement.module.training
-            if weight.uses_to_watch[training] and unit.fingerprint is None:
+            if weight.uses_to_watch[training] and unit.presence.fingerprint is None:
                 weight.uses_to_watch[training] -= 1
-                unit.watch()
+                unit.presence.watch()
             leaf = weight.twin.parameter
             if isinstance(leaf, DepartedLeaf):
                 leaf.__class__ = weight.leaf_class  # type: ignore[assignment]

@@ -154,7 +154,7 @@ class Story:
         """Wait for optimizer steps of what a call needs: later, such a step would look like a write by the forward."""
         with self.at_work:
             for unit in member.needed:
-                if unit.being_stepped is not None and unit.being_stepped.steps_on_device:
+                if unit.update.ticket is not None and unit.update.ticket.steps_on_device:
                     self._window.bring(unit)
                 else:
                     self._window.finish_optimizer(unit)
@@ -196,7 +196,7 @@ class Story:
         if self.running:
             self._guard.unblock(member)  # this may change the units that the member needs
         needed = member.needed
-        if is_backward and any(unit.is_used_up for unit in needed):
+        if is_backward and any(unit.update.is_early for unit in needed):
             for entry in member.entries:
                 self._guard.refuse_if_stepped(entry.weight)
         for unit in needed:
@@ -204,7 +204,7 @@ class Story:
         if member.calls_to_watch[member.module.training]:
             member.calls_to_watch[member.module.training] -= 1
             for unit in needed:
-                unit.watch()
+                unit.presence.watch()
         window.prefetch([*needed, *self.backward.in_use])
 
     def watch_output(self, call: RunningCall, output: Any) -> Any:
@@ -245,7 +245,7 @@ class Story:
         """Note that a call is no longer inside of its units, and look for writes to those that are watched."""
         for unit in call.needed:
             unit.users -= 1
-            if unit.fingerprint is not None and not unit.users:
+            if unit.presence.fingerprint is not None and not unit.users:
                 self._window.find_unseen_writes(unit)
 
     def _follow_requires_grad(self, member: Member) -> None:
@@ -300,11 +300,11 @@ class Story:
 
     def _put_in_leaves(self, unit: Unit, call: CallToCome) -> None:
         """Put leaves in place of masters in those members of a unit that need nothing else than what is there."""
-        if unit.is_used_up:
+        if unit.update.is_early:
             return
         for member in unit.members:
             others = set(member.needed).difference(call.needed)
-            if all(other.is_valid for other in others):
+            if all(other.presence.is_valid for other in others):
                 member.put_in_twins(self.backward.follow_requires_grad)
 
     def end_backward(self, some_came: bool) -> None:

@@ -182,12 +182,12 @@ class SegmentGradients:
         """Note that the unit is stepped with these gradients, before `step()` is called."""
         assert self.has_stored, self.unit.name
         assert not self.is_consumed, self.unit.name
-        self.is_consumed = self.unit.is_used_up = True
+        self.is_consumed = self.unit.update.is_early = True
 
     def acknowledge_step(self) -> None:
         """Note that `step()` was called for the step in backward, or never will be."""
         assert self.is_consumed, self.unit.name
-        self.is_consumed = self.unit.is_used_up = False
+        self.is_consumed = self.unit.update.is_early = False
 
     def mark_on_device(self) -> None:
         """Note that gradients stay on the device, with the earlier ones."""
@@ -287,7 +287,7 @@ class SegmentGradients:
         else:
             self.release_memory()  # gradients in it keep it
             # The device writes no sums. It reads them if the unit is updated there.
-            memory = self.beside.make_sums(self.sum_layout, pin=self.unit.updates_on_device)
+            memory = self.beside.make_sums(self.sum_layout, pin=self.unit.update.is_on_device)
         return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
     def release_memory(self) -> None:

@@ -134,7 +134,7 @@ class GradientStream:
             return
         # An update on the device may still read the earlier sums, and begins when somebody waits for it. A step on the
         # host is over: computing has waited for the weights that it wrote.
-        if of_segment.is_on_device or (of_segment.beside.any is not None and of_segment.unit.updates_on_device):
+        if of_segment.is_on_device or (of_segment.beside.any is not None and of_segment.unit.update.is_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         self._ship(of_segment, is_final and not of_segment.missing, is_seen)
@@ -179,7 +179,7 @@ class GradientStream:
             return Route.STAY
         if of_segment.has_stored:
             return Route.ADD
-        if of_segment.unit.updates_on_device and is_updated_next and not has_sums:
+        if of_segment.unit.update.is_on_device and is_updated_next and not has_sums:
             return Route.STAY
         if early is not None and not early.keeps_gradients:
             return Route.PASS_TO_STEP

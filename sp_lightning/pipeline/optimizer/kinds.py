@@ -211,7 +211,7 @@ class Step:
                 if tensor.is_sparse:
                     raise refusal(weight, tensor)
                 self.awaited.add(weight.unit)
-            if weight.unit.suspect:
+            if weight.unit.presence.suspect:
                 weight.locate_master()
             state = self.optimizer.state.get(weight.master, {})
             settings = self.settings[self.optimizer_weights.gradients[gradient]]

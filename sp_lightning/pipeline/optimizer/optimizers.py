@@ -136,7 +136,7 @@ class Optimizers:
             if self._processes is not None:
                 # Another process may write to masters. Units that were stepped in backward are sent after that.
                 window = self._steps.window
-                window.finish_copies(unit for unit in window.units if not unit.is_ahead)
+                window.finish_copies(unit for unit in window.units if not unit.update.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
@@ -149,7 +149,7 @@ class Optimizers:
             elif optimizer_weights.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()
-                if any(unit.updates_on_device for unit in optimizer_weights.units):
+                if any(unit.update.is_on_device for unit in optimizer_weights.units):
                     self._steps.visits.why_not = why_not or ""
 
     def _without_weights(self, param_group: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Optimizers:
             if self.afterwards is Afterwards.DROPPED:  # the device needs the memory
                 waited: list[Gradient] = []
                 for gradient in optimizer_weights.gradients:
-                    if gradient.of_segment.is_on_device and not gradient.weight.unit.updates_on_device:
+                    if gradient.of_segment.is_on_device and not gradient.weight.unit.update.is_on_device:
                         waited.append(gradient)
                 self._steps.stream.consume(waited)
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
@@ -227,7 +227,7 @@ class Optimizers:
         for unit in optimizer_weights.units:
             steps.step(unit, step)
         steps.finish(step.awaited if self._overlaps is not False else optimizer_weights.units)
-        if [unit for unit in optimizer_weights.units if unit.pending_device_step is not None]:
+        if [unit for unit in optimizer_weights.units if unit.update.to_begin is not None]:
             steps.window.prefetch()  # the first of these steps begin
 
     def _weights_of(self, optimizer: Optimizer) -> OptimizerWeights:

@@ -76,7 +76,7 @@ class UnitSteps:
         """
         # The step must not keep gradients that have stayed on the device.
         inputs = step.inputs_by_unit.pop(unit, {})
-        if inputs and unit.updates_on_device and not unit.split_off and self._step_on_device(unit, step, inputs):
+        if inputs and unit.update.is_on_device and not unit.split_off and self._step_on_device(unit, step, inputs):
             self.window.stats.visits += 1
         elif inputs:
             self._step_on_host(unit, step, inputs)
@@ -95,8 +95,8 @@ class UnitSteps:
             self.visits.why_not = visit
             return False
         window.outdate(unit, {gradient.weight for gradient in inputs})
-        unit.being_stepped = visit
-        unit.pending_device_step = visit
+        unit.update.ticket = visit
+        unit.update.to_begin = visit
         return True
 
     def _step_on_host(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> None:
@@ -160,7 +160,7 @@ class UnitSteps:
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
-        ticket = unit.being_stepped = window.backend.trace.work(Kind.STEP, unit.name, job)
+        ticket = unit.update.ticket = window.backend.trace.work(Kind.STEP, unit.name, job)
         # These weights are in units of their own, which do not wait for this step.
         if unit.split_off:
             window.finish_optimizer(unit)
@@ -190,7 +190,7 @@ class UnitSteps:
     def _next_generations(self, unit: Unit, optimizer_weights: OptimizerWeights) -> list[_Generation]:
         """Count a step of masters that processes share, whether or not it changes them; each step counts once."""
         generations: list[_Generation] = []
-        if unit.is_ahead:
+        if unit.update.is_ahead:
             return generations
         for segment in unit.segments:
             memory = segment.memory.shared
@@ -255,7 +255,7 @@ def _step_unit(
         note_stepped(unit.segments, weights)
         for generation in generations:
             generation.publish()
-        if unit.updates_on_device:  # from the next step on: this one may have made the state
+        if unit.update.is_on_device:  # from the next step on: this one may have made the state
             lay_together(unit, step.optimizer)
 
 

@@ -94,7 +94,7 @@ class Visit(DeferredTicket):
         A forward may have these before the host has, so masters count as changed from now on.
         """
         segment, backend = self._segment, self._visits.backend
-        self._unit.pending_device_step = None
+        self._unit.update.to_begin = None
         self._is_placed = in_place
         note_stepped([segment], segment.weights)
         if in_place and backend.poison:
@@ -111,7 +111,7 @@ class Visit(DeferredTicket):
     @override
     def issued(self) -> Ticket:
         """Return the ticket of what comes down; begin the visit if nobody has."""
-        if self._unit.pending_device_step is self:
+        if self._unit.update.to_begin is self:
             self.begin(in_place=False)
         return super().issued()
 

@@ -1,13 +1,12 @@
 """Units: weights that stream together, and the modules whose calls need them.
 
 A *unit* enters and leaves the device as a whole: a layer, a block, several small layers, or `k_prime` such neighbors.
-It knows what of it is on the device. Its *members* are the modules whose calls enter it. `finder.py` finds units in a
-module tree.
+What of it is on the device is its *presence* (presence.py). Its *members* are the modules whose calls enter it.
+`finder.py` finds units in a module tree.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,32 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.units.presence import Presence
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.segment import NOTHING, Segment
 from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Twin, Weight
-
-_NUMBERS_IN_ROW = 1024  # a fingerprint adds memory up in rows of so many numbers
-
-
-class Residency(enum.Enum):
-    """Whether a unit's bytes are on the device; `Unit.become` alone changes it."""
-
-    ABSENT = enum.auto()
-    """The unit's place holds nothing, or another unit's bytes, or some that are out of date."""
-    COMING = enum.auto()
-    """Copies to the device have been asked for; computing has yet to wait for their tickets."""
-    READABLE = enum.auto()
-    """Computing waits for the copy, so everything computed from now on sees the bytes."""
-
-
-# pairs, as a set would call Python code to hash an enum's members
-_TRANSITIONS = (
-    (Residency.ABSENT, Residency.COMING),
-    (Residency.COMING, Residency.READABLE),
-    (Residency.COMING, Residency.ABSENT),
-    (Residency.READABLE, Residency.ABSENT),
-)
 
 
 @dataclass
@@ -69,83 +46,73 @@ class StepOnDevice(Protocol):
         """Begin the step, and return the ticket of the new weights; `in_place` has it put them in the unit's place."""
 
 
+@dataclass
+class UnitUpdate:
+    """An optimizer's update of a unit, and where it is made."""
+
+    is_on_device: bool = False  # whether updates are made on the device, to which state comes for them
+    # an optimizer's work on the masters; None if there is none, or once it is known to be done
+    ticket: Ticket | None = None
+    # an update on the device that has not begun: it brings new weights if it begins as the unit is loaded
+    to_begin: StepOnDevice | None = None
+    # whether it was made in backward, and `step()` is still to be called: nobody can read the weights
+    is_early: bool = False
+    is_ahead: bool = False  # whether it was so with the gradients of other processes
+
+
 class Unit:
     """Weights that stream together, or all resident weights, which stay once they are on the device."""
-
-    place: Tensor  # the device memory that the unit is copied to
 
     def __init__(self, name: str, resident: bool = False) -> None:
         self.name = name
         self.resident = resident
+        self.index = -1  # number of the unit in the window, in expected order; -1 for a single weight
+
+        # what it consists of
         self.weights: list[Weight] = []  # weights that are copied to the device
         # all weights of a unit that stays on the device with its state: its `weights` is empty
         self.weights_on_device: list[Weight] = []
+        self.split_off: list[Unit] = []  # weights of this unit that were made resident, each a unit of its own
         self.members: list[Member] = []
-        # number of the unit in the window, in expected order; -1 for a single weight
-        self.index = -1
-
-        # where it lies
         self.segments: Sequence[Segment] = []  # the host memory that the unit is copied from
-        self.nbytes = 0  # bytes that the unit takes on the device
+
+        # what is on the device
+        self.presence = Presence(name)
         # units whose places overlap this one's; a unit without any is loaded only when its masters have changed
         self.conflicts: frozenset[Unit] = frozenset()
-        self.split_off: list[Unit] = []  # weights of this unit that were made resident, each a unit of its own
-        # whether another process owns and steps the masters, and this process has them, too
-        self.is_followed = False
 
-        # what is there at the moment
-        self.residency = Residency.ABSENT
+        # who uses it
         # forward calls that are inside of the unit now; it is not evicted while there are any
         self.users = 0
         self.is_reached = False  # whether backward has reached the unit, so that its modules hold twins
-        self.uploads: list[Ticket] = []  # copies to the device, which may still be under way
-        # the bytes before the call inside, in short; None unless writes that torch does not count are looked for
-        self.fingerprint: Tensor | None = None
-        self.suspect = False  # whether the masters may have changed since they were last checked
         self.readers = Readers()
-
-        # its optimizer step
-        # an optimizer's work on the masters; None if there is none, or once it is known to be done
-        self.being_stepped: Ticket | None = None
-        # whether optimizer steps are made on the device, to which state comes for them
-        self.updates_on_device = False
-        # a step on the device that has not begun: it brings new weights if it begins as the unit is loaded
-        self.pending_device_step: StepOnDevice | None = None
-        # whether the unit was stepped in backward, and `step()` is still to be called: nobody can read its weights
-        self.is_used_up = False
-        # whether it was so with the gradients of other processes
-        self.is_ahead = False
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether its weights on the device have their values: nobody has to bring it."""
-        return self.residency is Residency.READABLE and not self.suspect
+        self.update = UnitUpdate()
 
     @property
     def every_weight(self) -> list[Weight]:
         """All of its weights, wherever they live."""
         return self.weights + self.weights_on_device
 
-    def become(self, residency: Residency) -> None:
-        """Note that its bytes are asked for, can be read, or are gone."""
-        assert (self.residency, residency) in _TRANSITIONS, f"{self.name}: {self.residency} to {residency}"
-        self.residency = residency
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the unit takes on the device."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether another process owns and steps the masters, and this process has them, too."""
+        return any(segment.is_followed for segment in self.segments)
 
     def abandon(self) -> None:
         """Treat it as absent, with no call inside, whatever is there: after an exception, or for another place."""
-        self.residency = Residency.ABSENT
+        self.presence.abandon()
         self.users = 0
-        self.suspect = True
-        self.uploads.clear()
-        self.fingerprint = None
         for segment in self.segments:
             segment.epoch_on_device = NOTHING
 
     def set_place(self, place: Tensor) -> None:
         """Have it copied to this device memory, and its weights' twins lie there."""
-        assert self.residency is Residency.ABSENT, self.name
-        self.place = place
-        self.fingerprint = None
+        self.presence.set_place(place)
         begin = 0
         for segment in self.segments:
             segment.place = place[begin : begin + segment.nbytes]
@@ -155,10 +122,10 @@ class Unit:
 
     def leave_place(self) -> None:
         """Let go of the device memory; nothing is left there, nor in what twins graphs have besides."""
-        assert self.residency is Residency.ABSENT, self.name
-        self.place = torch.empty(0, dtype=torch.uint8, device="cpu")
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.presence.set_place(nothing)
         for segment in self.segments:
-            segment.place = self.place
+            segment.place = nothing
         for weight in self.weights:
             weight.leave_device(self)
 
@@ -167,22 +134,6 @@ class Unit:
         for segment in segments:
             segment.prepare(pin)
         self.segments = segments
-        self.nbytes = sum(segment.nbytes for segment in segments)
-        self.is_followed = any(segment.is_followed for segment in segments)
-
-    def watch(self) -> None:
-        """Notice changes of its bytes until it is asked for them."""
-        assert self.residency is Residency.READABLE, self.name
-        if self.fingerprint is None and self.nbytes:
-            self.fingerprint = _fingerprint(self.place)
-
-    def has_changed(self) -> bool:
-        """Tell whether its bytes have changed while it was watched, which goes on if a call is inside of it."""
-        if self.fingerprint is None:
-            return False
-        before, after = self.fingerprint, _fingerprint(self.place)
-        self.fingerprint = after if self.users else None
-        return not torch.equal(before, after)
 
     def leave(self, is_over: bool) -> None:
         """Put the masters back after backward has reached it, but for its calls that are running.
@@ -193,15 +144,6 @@ class Unit:
         for member in self.members:
             if not member.running_calls:
                 member.put_back_masters(resident_too=is_over)
-
-
-def _fingerprint(memory: Tensor) -> Tensor:
-    """Return sums of memory, as whole numbers, over rows and over columns: changes within a row show in columns."""
-    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-        numbers = memory.view(torch.int32)
-        count_in_rows = numbers.numel() // _NUMBERS_IN_ROW * _NUMBERS_IN_ROW
-        rows = numbers[:count_in_rows].view(-1, _NUMBERS_IN_ROW)
-        return torch.cat([rows.sum(0), rows.sum(1), numbers[count_in_rows:]])
 
 
 @dataclass

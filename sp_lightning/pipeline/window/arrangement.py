@@ -261,7 +261,7 @@ class Arrangement:
         self.in_window[:] = self.all_units
         for index, unit in enumerate(self.in_window):
             unit.index = index
-            unit.updates_on_device = unit.name in self.layout.window.visiting and not unit.resident
+            unit.update.is_on_device = unit.name in self.layout.window.visiting and not unit.resident
             unit.split_off.clear()
             if unit in self.layout.staying_units:
                 unit.set_place(self._backend.allocate(unit.nbytes))

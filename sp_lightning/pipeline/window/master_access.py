@@ -26,7 +26,8 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.unit import Residency, Unit
+from sp_lightning.pipeline.units.presence import Residency
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.segment import written_by_follower
 from sp_lightning.pipeline.weights.weight import Weight
@@ -46,7 +47,7 @@ class MasterAccess:
 
     def finish_optimizer(self, unit: Unit) -> None:
         """Wait until the optimizer is done with the unit's masters; an error of its step is raised here."""
-        work = unit.being_stepped
+        work = unit.update.ticket
         if work is None:
             return
         if not work.done:
@@ -55,13 +56,13 @@ class MasterAccess:
             self.backend.trace.join(work, "optimizer")
         finally:
             if work.done:  # an interrupt may have ended the wait
-                unit.being_stepped = None
+                unit.update.ticket = None
 
     def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
         """Return the tickets of copies to the device that may still read these units' masters."""
         # Weights that were made resident are copied by themselves.
         readers = [reader for unit in units for reader in (unit, *unit.split_off)]
-        return [ticket for reader in readers for ticket in reader.uploads if not ticket.done]
+        return [ticket for reader in readers for ticket in reader.presence.uploads if not ticket.done]
 
     def finish_copies(self, units: Iterable[Unit]) -> None:
         """Wait until no copy reads these units' masters: somebody may write to them."""
@@ -73,16 +74,16 @@ class MasterAccess:
 
     def is_being_stepped(self, unit: Unit) -> bool:
         """Tell whether an optimizer is still at work on the unit's masters; an error of its step is raised here."""
-        if unit.being_stepped is not None and unit.being_stepped.done:
+        if unit.update.ticket is not None and unit.update.ticket.done:
             self.finish_optimizer(unit)
-        return unit.being_stepped is not None
+        return unit.update.ticket is not None
 
     # ------------------------------------------------------------------------------------- what the device has written
 
     def write_back_all(self) -> None:
         """Write all weights back that were changed on the device."""
         for unit in self.units:
-            if unit.residency is Residency.READABLE:
+            if unit.presence.residency is Residency.READABLE:
                 for segment in unit.segments:
                     self.write_back(segment.weights)
 
@@ -90,8 +91,8 @@ class MasterAccess:
         """Copy weights that were changed on the device to their masters."""
         for weight in weights:
             twin = weight.twin
-            is_readable = twin.unit.residency is Residency.READABLE
-            if twin.unit.fingerprint is not None:
+            is_readable = twin.unit.presence.residency is Residency.READABLE
+            if twin.unit.presence.fingerprint is not None:
                 self.find_unseen_writes(twin.unit)
             if not (twin.is_touched() or (weight.changes_unseen and is_readable)):
                 continue
@@ -105,10 +106,10 @@ class MasterAccess:
 
     def find_unseen_writes(self, unit: Unit) -> None:
         """Compare a watched unit with its fingerprint, and write changes back that torch has not counted."""
-        is_readable = unit.residency is Residency.READABLE
+        is_readable = unit.presence.residency is Residency.READABLE
         if is_readable and self.backend.device.type != "cpu":
             self.stats.host_syncs += 1
-        if not (unit.has_changed() and is_readable):
+        if not (unit.presence.has_changed(goes_on=unit.users > 0) and is_readable):
             return
         for segment in unit.segments:
             for weight in segment.weights:
@@ -135,7 +136,7 @@ class MasterAccess:
         twin.write_backs += 1
         self.stats.write_backs += 1
         # Otherwise a change of another weight, which is not found yet, would count as checked.
-        if not twin.unit.suspect:
+        if not twin.unit.presence.suspect:
             for segment in twin.unit.segments:
                 if not segment.sends_copies:
                     segment.note_written_back()

@@ -20,7 +20,8 @@ from collections.abc import Sequence, Set
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.units.unit import Residency, Unit
+from sp_lightning.pipeline.units.presence import Residency
+from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import NOTHING
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.master_access import MasterAccess
@@ -65,7 +66,7 @@ class Window(MasterAccess):
         for unit in self.units:
             if unit.resident:
                 self._verify(unit)
-                if unit.residency is Residency.ABSENT:
+                if unit.presence.residency is Residency.ABSENT:
                     self._load(unit)
         self.prefetch()
 
@@ -88,17 +89,17 @@ class Window(MasterAccess):
                 if segment.weights[0].name in names:
                     # The end of a step under way would be noted after this edit, as if it had come later.
                     self.finish_optimizer(unit)
-                    unit.suspect = True
+                    unit.presence.suspect = True
                     segment.advance_epoch()
 
     def suspect_all(self) -> None:
         """Check every unit for changed masters before it is used again."""
         for unit in self.units:
-            unit.suspect = True
+            unit.presence.suspect = True
 
     def note_write(self, unit: Unit) -> None:
         """Treat this unit's masters as changed: someone may be about to write to them."""
-        unit.suspect = True
+        unit.presence.suspect = True
         for segment in unit.segments:
             segment.note_edit()
 
@@ -113,25 +114,25 @@ class Window(MasterAccess):
 
     def is_blocked(self, unit: Unit) -> bool:
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
-        if unit.residency is not Residency.ABSENT:
+        if unit.presence.residency is not Residency.ABSENT:
             return False
         in_the_way = unit.conflicts & self._occupants
-        return any(other.users and other.residency is not Residency.ABSENT for other in in_the_way)
+        return any(other.users and other.presence.residency is not Residency.ABSENT for other in in_the_way)
 
     def bring(self, unit: Unit) -> None:
         """Make the unit's weights readable for everything that is launched on the device from now on."""
-        if unit.suspect:
+        if unit.presence.suspect:
             self._verify(unit)
-        if unit.residency is Residency.READABLE:
+        if unit.presence.residency is Residency.READABLE:
             return
-        if unit.residency is Residency.ABSENT:
+        if unit.presence.residency is Residency.ABSENT:
             self.stats.misses += 1
             self._load(unit)
-        for ticket in unit.uploads:
+        for ticket in unit.presence.uploads:
             self.backend.trace.wait(ticket, "weights")
-        if unit.being_stepped is not None:
-            unit.being_stepped.keeps_alive = ()
-        unit.become(Residency.READABLE)
+        if unit.update.ticket is not None:
+            unit.update.ticket.keeps_alive = ()
+        unit.presence.become(Residency.READABLE)
 
     def prefetch(self, in_use: Sequence[Unit] = ()) -> None:
         """Start copies for upcoming uses, as far as there is room.
@@ -144,11 +145,11 @@ class Window(MasterAccess):
             if unit in needed:
                 continue
             # A call inside computes with the values that it began with, even if a step ends meanwhile.
-            if unit.suspect and not unit.users:
+            if unit.presence.suspect and not unit.users:
                 self._verify(unit)
-            if unit.residency is Residency.ABSENT:
+            if unit.presence.residency is Residency.ABSENT:
                 # Its step needs other processes. These may wait for this one, which must not wait for the place.
-                awaits_others = unit.is_ahead and self.is_being_stepped(unit)
+                awaits_others = unit.update.is_ahead and self.is_being_stepped(unit)
                 if awaits_others or not self._may_take_place(unit, needed):
                     break
                 self._load(unit)
@@ -156,15 +157,15 @@ class Window(MasterAccess):
         for unit in list(self._outdated):
             if unit not in in_use:
                 del self._outdated[unit]
-                if unit.residency is Residency.ABSENT:
+                if unit.presence.residency is Residency.ABSENT:
                     self._load(unit)
 
     def _may_take_place(self, unit: Unit, needed: Set[Unit]) -> bool:
         """Tell whether an absent unit may be fetched ahead; see [Note: when a unit may be evicted]."""
         for other in unit.conflicts & self._occupants:
-            if other.residency is Residency.ABSENT:
+            if other.presence.residency is Residency.ABSENT:
                 continue
-            awaits_step = other.residency is Residency.COMING and self.is_being_stepped(other)
+            awaits_step = other.presence.residency is Residency.COMING and self.is_being_stepped(other)
             if awaits_step or other.users or other in needed:
                 return False
         return True
@@ -172,44 +173,44 @@ class Window(MasterAccess):
     def outdate(self, unit: Unit, stepped: Set[Weight]) -> None:
         """Discard the device's copy of a unit: an optimizer is about to step masters of these weights."""
         self.settled = False
-        if unit.residency is not Residency.ABSENT:
+        if unit.presence.residency is not Residency.ABSENT:
             self._discard(unit)
         if unit.is_reached:
             unit.leave(is_over=False)  # modules must not read leaves over outdated memory
         if not unit.conflicts:
             self._outdated[unit] = None
         for segment in unit.segments:
-            if unit.suspect:
+            if unit.presence.suspect:
                 segment.detect_changes()
             if not stepped.isdisjoint(segment.weights):
                 segment.advance_epoch()
-        unit.suspect = False
+        unit.presence.suspect = False
         for other in unit.split_off:
-            other.suspect = True
+            other.presence.suspect = True
             for segment in other.segments:
                 segment.advance_epoch()
 
     def _verify(self, unit: Unit) -> None:
         """Check the unit's masters if they may have changed, and discard an outdated copy on the device."""
-        if not unit.suspect or self.is_being_stepped(unit):
+        if not unit.presence.suspect or self.is_being_stepped(unit):
             return
-        unit.suspect = False
+        unit.presence.suspect = False
         is_outdated = False
         for segment in unit.segments:
             segment.detect_changes()
             is_outdated |= segment.epoch_on_device != segment.epoch
-        if is_outdated and unit.residency is not Residency.ABSENT:
+        if is_outdated and unit.presence.residency is not Residency.ABSENT:
             self._discard(unit)
 
     def _discard(self, unit: Unit) -> None:
         """Treat the device's copy of a unit, which is not absent, as gone."""
-        if unit.residency is Residency.READABLE:
+        if unit.presence.residency is Residency.READABLE:
             self.write_back(unit.weights)
         # Nobody has waited for this copy, and copies need not keep their order.
         else:
-            for ticket in unit.uploads:
+            for ticket in unit.presence.uploads:
                 self.backend.trace.wait(ticket, "weights")
-        unit.become(Residency.ABSENT)
+        unit.presence.become(Residency.ABSENT)
 
     def _load(self, unit: Unit) -> None:
         self.settled = False
@@ -217,10 +218,10 @@ class Window(MasterAccess):
             self._evict(other)
         if unit.conflicts:
             self._occupants.add(unit)
-        unit.uploads = [ticket for ticket in unit.uploads if not ticket.done]
-        step = unit.being_stepped if self.is_being_stepped(unit) else None
-        if unit.pending_device_step is not None:
-            unit.uploads.append(unit.pending_device_step.begin())
+        unit.presence.uploads = [ticket for ticket in unit.presence.uploads if not ticket.done]
+        step = unit.update.ticket if self.is_being_stepped(unit) else None
+        if unit.update.to_begin is not None:
+            unit.presence.uploads.append(unit.update.to_begin.begin())
             step = None
         for segment in unit.segments:
             if segment.epoch_on_device == segment.epoch:
@@ -230,27 +231,27 @@ class Window(MasterAccess):
             for place, source in segment.transfers():
                 upload = self.backend.trace.upload(Kind.LOAD, unit.name, place, source, step)
                 self.stats.bytes_to_device += source.nbytes
-                unit.uploads.append(upload)
+                unit.presence.uploads.append(upload)
             segment.epoch_on_device = segment.epoch
-        unit.become(Residency.COMING)
+        unit.presence.become(Residency.COMING)
         if not unit.resident:
             self.stats.loads += 1
 
     def _evict(self, unit: Unit) -> None:
         """Give a unit's place away."""
-        if unit.residency is not Residency.ABSENT:
+        if unit.presence.residency is not Residency.ABSENT:
             if unit.users:
                 raise RuntimeError(
                     "superpipeline: a backward pass inside of a unit's forward needs the place of "
                     "that very unit. Use a larger `k`, or name the inner module in `resident`."
                 )
-            if unit.residency is Residency.COMING and self.is_being_stepped(unit):
+            if unit.presence.residency is Residency.COMING and self.is_being_stepped(unit):
                 self.finish_optimizer(unit)
             if unit.is_reached:
                 unit.leave(is_over=False)
             self._discard(unit)
             if self.backend.poison:
-                self.backend.invalidate(unit.place)
+                self.backend.invalidate(unit.presence.place)
         self._occupants.discard(unit)
         for segment in unit.segments:
             segment.epoch_on_device = NOTHING

@@ -54,7 +54,7 @@ def held_up(pipeline: Pipeline | None) -> Iterator[threading.Event]:
 
 
 def nothing_is_stepped(pipeline: Pipeline) -> bool:
-    under_way = (unit.being_stepped for unit in pipeline.arrangement.in_window)
+    under_way = (unit.update.ticket for unit in pipeline.arrangement.in_window)
     return all(step is None or step.done for step in under_way)
 
 

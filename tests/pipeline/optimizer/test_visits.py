@@ -182,7 +182,7 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
             x = torch.ones(4, 16)
             for number in order:
                 x = model.blocks[number](x)
-        (visit,) = [unit.being_stepped for unit in pipeline.arrangement.in_window if unit.updates_on_device]
+        (visit,) = [unit.update.ticket for unit in pipeline.arrangement.in_window if unit.update.is_on_device]
         assert visit is not None
         assert not visit.done
         assert not any(gradient() is not None for gradient in staying)

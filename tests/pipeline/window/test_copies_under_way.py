@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.units.unit import Residency
+from sp_lightning.pipeline.units.presence import Residency
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
 
@@ -82,7 +82,7 @@ def lagging(model: nn.Module, k: int = 2) -> Iterator[Pipeline]:
     try:
         yield pipeline
         for unit in pipeline.arrangement.in_window:
-            for late in unit.uploads if unit.residency is Residency.READABLE else ():
+            for late in unit.presence.uploads if unit.presence.residency is Residency.READABLE else ():
                 assert isinstance(late, LateCopy)
                 late.check()
     finally:
