@@ -21,6 +21,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -128,6 +129,8 @@ class Routes:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(window.units, window.backend)
         self.landing = LandingBuffers(window.backend, waiting)
+        # The device memory for norms of gradients that stay there.
+        self._norms: WeakKeyDictionary[SegmentGradients, GradientMemory] = WeakKeyDictionary()
         self._backend = window.backend
         self._stats = window.stats
 
@@ -210,11 +213,15 @@ class Routes:
             return
         present = [gradient for gradient in of_segment.trained if gradient.tensor is not None]
         tensors = [gradient.tensor for gradient in present if gradient.tensor is not None]
-        staging = self.staging.take(layout.nbytes)
-        measured = staging.views(layout)[1][: len(present)]
+        nbytes = layout.nbytes - layout.norms_at
+        # Not a staging buffer: computing would wait for gradients of other units that are on their way.
+        on_device = self._norms.get(of_segment)
+        if on_device is None or on_device.bytes.nbytes < nbytes:
+            on_device = self._norms[of_segment] = GradientMemory(self._backend.allocate(nbytes))
+        measured = tensor_in(on_device.bytes, 0, torch.empty(len(present), device="meta"), torch.float32)
         torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)
-        memory = of_segment.segment.memory.get_companion("norms", layout.nbytes - layout.norms_at, pin=True).bytes
-        self.download_part(of_segment, memory[: measured.nbytes], staging, layout.norms_at)
+        memory = of_segment.segment.memory.get_companion("norms", nbytes, pin=True).bytes
+        self.download_part(of_segment, memory[: measured.nbytes], on_device)
         landed = tensor_in(memory, 0, measured, torch.float32)
         for gradient, norm in zip(present, landed, strict=True):
             gradient.norm = norm
@@ -255,7 +262,7 @@ class Routes:
         staging: GradientMemory,
         begin: int = 0,
     ) -> Ticket:
-        """Copy a part of a staging buffer to the host."""
+        """Copy a part of a staging buffer, or of memory for norms, to the host."""
         source = staging.bytes[begin : begin + target.nbytes]
         ticket = self._backend.trace.download(Kind.GRADIENTS, of_segment.unit.name, target, source)
         staging.ticket = ticket
