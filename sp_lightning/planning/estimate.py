@@ -20,7 +20,7 @@ from torch import nn
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.finder import find_units
-from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.units.unit import Division, Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, STAGING_OF_SEVERAL
 from sp_lightning.planning.assumptions import COMPACT, Assumptions
@@ -60,8 +60,16 @@ class ModelFacts(NamedTuple):
     chosen_experts: int | None  # of a mixture, that each token passes
 
 
-def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
-    """Estimate the workload of a model, which is not changed, and the assumed machine."""
+class DividedModel(NamedTuple):
+    """A copy of a model without memory, as it is trained, and its units."""
+
+    module: nn.Module
+    division: Division
+    facts: ModelFacts
+
+
+def divide(module: nn.Module, given: Assumptions) -> DividedModel:
+    """Copy a model as it would be trained, and find its units; the machine's speed does not matter here."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
     module = _on_meta(module, None if is_mixed and given.lora is None else dtype)
     vocabulary = frozenset(table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding))
@@ -73,6 +81,18 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
     for weight in [weight for unit in division.units for weight in unit.weights]:
         if dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
+    return DividedModel(module, division, facts)
+
+
+def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
+    """Estimate the workload of a model, which is not changed, and the assumed machine."""
+    return estimate_work(divide(module, given), given), assumed_machine(given)
+
+
+def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
+    """Estimate the workload of a model that was divided."""
+    module, division, facts = model
+    machine = assumed_machine(given)
     policies: list[Policy] = ["keep", "recompute", "offload"]
     if given.activations != "auto":
         policies = [given.activations]
@@ -86,13 +106,13 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
     matrices = [shape for unit in division.all_units() for _, shape in _matrices(unit, given, facts)]
-    heads = [shape for shape in matrices if shape[0] in vocabulary]
+    heads = [shape for shape in matrices if shape[0] in facts.vocabulary]
     turn = sum(_OF_LOGITS * 4 * given.tokens * shape[0] for shape in heads)
     if given.loss == "chunked":
-        turn = sum(_OF_CHUNKED_LOSS * (4 if dtype is None else 2) * shape.numel() for shape in heads)
-    machine = _machine(given)
+        width = 2 if given.precision in _HALF else 4
+        turn = sum(_OF_CHUNKED_LOSS * width * shape.numel() for shape in heads)
     masters = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
-    workload = Workload(
+    return Workload(
         units=tuple(units),
         resident=resident,
         stepping=stepping,
@@ -107,7 +127,6 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
         outside_bytes=resident.ways[0].held,
         turn_bytes=int(turn),
     )
-    return workload, machine
 
 
 def _chosen_experts(module: nn.Module) -> int | None:
@@ -133,7 +152,7 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return copy.deepcopy(module, copies).to(dtype=dtype)
 
 
-def _machine(given: Assumptions) -> Machine:
+def assumed_machine(given: Assumptions) -> Machine:
     """Return the machine as one of its devices sees it, which share what can be read of its memory in a second."""
     host = given.host_bandwidth * 1e9
     share = host / given.devices

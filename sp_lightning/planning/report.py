@@ -15,7 +15,7 @@ from sp_lightning.pipeline.room import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import OF_SYSTEM, Assumptions, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.estimate import estimate
+from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.memory import first_host_bytes
 from sp_lightning.planning.work import Prediction
 
@@ -233,7 +233,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
 
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
     """Plan one way to train, at the device's lowest speed and, if that is known, at its best."""
-    workload, machine = estimate(module, given)
+    model = divide(module, given)
+    workload, machine = estimate_work(model, given), assumed_machine(given)
     budget = int(SHARE_OF_FREE_MEMORY * given.device_bytes)
     host_budget = given.host_bytes - OF_SYSTEM
     row = Row(given, None, units=len(workload.units), has_logits=workload.turn_bytes > 0)
@@ -243,7 +244,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
         return replace(row, error=error)
     at_best = None
     if given.compute_at_best is not None:
-        faster, _ = estimate(module, replace(given, compute=given.compute_at_best))
+        faster = estimate_work(model, replace(given, compute=given.compute_at_best))
         at_best = choose(faster, machine, budget, host_budget=host_budget)
     # before there is a plan, nothing lives on the device
     first = first_host_bytes(workload)
