@@ -272,7 +272,7 @@ class Pipeline:
                 install_gate(member, self._calls)
 
     def keep_on_device(self, first_plan: WindowPlan) -> None:
-        """Keep the units of this plan on the device from now on: the host has no room for their optimizer state."""
+        """Keep the units of this plan on the GPU from now on: CPU memory has no room for their optimizer state."""
         self._engine.keep_on_device(first_plan)
 
     @property
