@@ -16,15 +16,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sp_lightning.arguments import StrategyWithOptions
-from sp_lightning.pipeline import Pipeline, Planner
+from sp_lightning.pipeline import Pipeline, Planner, readable_bytes
+from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import Namespace, is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
+from sp_lightning.trainer.first_plan import keep_units_on_device
 from sp_lightning.trainer.host_memory import (
     check_optimizer_memory,
     copy_pruned_originals,
     keep_averages_on_host,
     materialize,
+    state_on_device,
 )
 from sp_lightning.trainer.narrator import CountedCopies, Narrator, ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
@@ -115,17 +118,31 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if fitting:
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
-            each_is_stepped = not self.is_distributed and trainer.accumulate_grad_batches == 1
-            all_pass = all(plan.gradients_pass for plan in self._plans())
-            gradients_pass = each_is_stepped and all_pass
-            has_limit = self.pipeline is not None and self.pipeline.budget is not None
-            nobody_looks = all(plan.gradients_may_wait for plan in self._plans())
-            some_wait = has_limit and nobody_looks and not self.is_distributed
-            room = check_optimizer_memory(self.optimizers, gradients_pass, some_wait, self.lightning)
-            if self.pipeline is not None:
-                self.pipeline.waiting.limit(room)
+            self._check_host_memory(trainer.accumulate_grad_batches)
         self.setup_precision_plugin()
         self.narrator.begin(trainer, self.pipeline, list(map(str, self._plans())))
+
+    def _check_host_memory(self, micro_steps: int) -> None:
+        """Check that the first step will fit host memory; gradients may have to wait, or units to stay, on the device.
+
+        Raises:
+            MisconfigurationException: It will not.
+        """
+        pipeline, plans = self.pipeline, self._plans()
+        each_is_stepped = not self.is_distributed and micro_steps == 1
+        gradients_pass = each_is_stepped and all(plan.gradients_pass for plan in plans)
+        has_limit = pipeline is not None and pipeline.budget is not None
+        nobody_looks = all(plan.gradients_may_wait for plan in plans)
+        some_wait = has_limit and nobody_looks and not self.is_distributed
+
+        def make_room() -> float | None:
+            if pipeline is None:
+                return None
+            return keep_units_on_device(pipeline, self.optimizers, gradients_pass, some_wait, micro_steps)
+
+        room = check_optimizer_memory(self.optimizers, gradients_pass, some_wait, self.lightning, make_room)
+        if pipeline is not None:
+            pipeline.waiting.limit(room)
 
     @override
     def model_to_device(self) -> None:
@@ -246,8 +263,25 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
                 self.model = self._layer_sync.revert(self.model)
             # It moves metrics, and what a failed attempt to attach left behind. What is still on the meta device cannot
             # move: `setup` has raised because of it.
-            with suppress(NotImplementedError):
+            with suppress(NotImplementedError), self._state_stays_without_room():
                 super().teardown()
+
+    @contextmanager
+    def _state_stays_without_room(self) -> Iterator[None]:
+        """Hide optimizers from Lightning, which moves their state to the host, if the host has no room for that."""
+        optimizers, nbytes = self.optimizers, state_on_device(self.optimizers)
+        if has_room_for(nbytes):
+            yield
+            return
+        self.lightning.info(
+            f"superpipeline: {readable_bytes(nbytes)} of optimizer state stay in GPU memory, because CPU memory has no "
+            "room for them."
+        )
+        self.optimizers = []
+        try:
+            yield
+        finally:
+            self.optimizers = optimizers
 
     def _detach(self) -> None:
         pipeline = self.pipeline

@@ -181,7 +181,7 @@ def test_state_is_known_before_it_is_made(kind: str, options: dict[str, Any]) ->
     optimizer = getattr(torch.optim, kind)([{"params": [weight]}], **options)
     seen: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda stepped, *_: seen.append(stepped))
-    said = host_memory._state_bytes(optimizer)
+    said = host_memory.state_bytes(optimizer)
     handle.remove()
     assert not seen
     assert not optimizer.state
@@ -195,7 +195,7 @@ def test_state_that_is_not_known_is_not_counted() -> None:
     """Of steps that need a closure, and of a user's own class, whose code may do anything."""
     weight = nn.Parameter(torch.ones(4))
     own = type("AdamW", (torch.optim.AdamW,), {"__module__": "users"})
-    assert [host_memory._state_bytes(make([weight])) for make in (torch.optim.LBFGS, own)] == [0, 0]
+    assert [host_memory.state_bytes(make([weight])) for make in (torch.optim.LBFGS, own)] == [0, 0]
 
 
 @pytest.mark.parametrize(("free", "clip"), [(700_000, 1.0), (10_000, None)])

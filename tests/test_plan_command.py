@@ -30,8 +30,10 @@ from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.cli import main
 from sp_lightning.pipeline import Lane
 from sp_lightning.planning import rates
+from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import batch_of, find, gpu_named, known, named_model, recipe
+from sp_lightning.planning.memory import device_bytes, first_choice, first_host_bytes
 from sp_lightning.planning.report import Report
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
@@ -241,7 +243,7 @@ def test_nothing_fits(arguments, says):
         ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
         ("Qwen3-8B --host_memory 16GiB --lora 16", ["on a machine with 24.0 GiB of GPU memory and 22.0 GiB of RAM"]),
-        ("Qwen3-0.6B --host_memory 8GiB --lora 512", ["on a machine with"]),
+        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
         ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),
     ],
@@ -360,6 +362,30 @@ def test_a_name_that_is_misspelled_is_answered_with_the_nearest(capsys):
     with mock.patch("transformers.AutoConfig.from_pretrained", side_effect=AssertionError):
         assert status("sp-lightning plan --model Qwen3-9B") == 2
     assert "nearest names that are built in: Qwen3-8B, Qwen3-4B" in capsys.readouterr().err
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("memory", "moments", "all_on_host", "staying"),
+    [
+        ("--device_memory 80GiB --host_memory 64GiB", "fp32", 93.7, 16),
+        ("--device_memory 40GiB --host_memory 96GiB", "fp32", 93.7, 2),
+        ("--device_memory 40GiB --host_memory 40GiB", "int8", 49.3, 14),
+    ],
+)
+def test_units_stay_on_the_gpu_from_the_first_step_on(memory, moments, all_on_host, staying):
+    """As few as RAM requires, in the first steps and when training ends; each later plan keeps them there."""
+    arguments = f"Llama-3.1-8B {memory} --moments {moments} --precision bf16-true --tokens 8192"
+    row = planned(arguments).rows[0]
+    workload, _ = estimate(named_model("Llama-3.1-8B"), row.given)
+    device_room, host_room = int(0.9 * row.given.device_bytes), row.given.host_bytes - OF_SYSTEM
+    assert first_host_bytes(workload) / 2**30 == pytest.approx(all_on_host, abs=0.1)
+    first = first_choice(workload, device_room, host_room)
+    assert len(first.living) == staying
+    assert set(first.living) <= set(row.step.choice.living)
+    assert device_bytes(workload, first) <= device_room
+    assert first_host_bytes(workload, device_room, host_room) <= row.step.host_bytes <= host_room
+    assert planned(f"{arguments} --optimizer_on host").rows[0].error.place == "host"
 
 
 def test_no_more_units_stay_on_the_gpu_than_there_are():

@@ -110,6 +110,8 @@ class Engine:
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
         self.plan: WindowPlan | None = None  # the plan by which weights are placed
+        # The window before there is a plan, if units stay on the device as the host has no room for their state.
+        self.first_plan: WindowPlan | None = None
 
     # --------------------------------------------------------------------------------------------------- taking it over
 
@@ -151,8 +153,11 @@ class Engine:
         for member in arrangement.members:
             install_gate(member, self._caller)
 
-    def uninstall(self) -> None:
-        """Restore the module, except for its buffers. Masters keep their identity and values, and are on the host."""
+    def uninstall(self, for_good: bool = True) -> None:
+        """Restore the module, except for its buffers. Masters keep their identity and values, and are on the host.
+
+        So is the state of optimizers, unless this is `for_good` and the host has no room for it.
+        """
         if hasattr(self, "guard"):  # the last part that is made before the module is changed
             if not self.optimizers.shows_used_gradients:
                 self.optimizers.drop_used_gradients()
@@ -162,14 +167,14 @@ class Engine:
                 member.put_back_masters()
                 remove_gate(member)
             self.arrangement.detach_weights()
-        self.living.move_all_to_host(self.module)
+        self.living.move_all_to_host(self.module, may_leave_state=for_good)
         self.memory.keep([])
 
     def rearrange(self) -> None:
         """Restore the module, and take it over as it is now: it has become another tree."""
         self.is_arranged = False
         addresses = self.memory.addresses
-        self.uninstall()
+        self.uninstall(for_good=False)
         self.memory.addresses = addresses  # masters that the user has moved stay where they are
         self.learned = Learned(self.learned.divided, self.learned.autocasts)
         self.plan = self.activations.auto = None
@@ -186,7 +191,7 @@ class Engine:
         self.optimizers.drop_used_gradients()
         self._leave_places()
         arrangement.leave_places()
-        arrangement.choose(self.plan)
+        arrangement.choose(self.plan, self.first_plan)
         self.waiting.limit(arrangement.room_for_gradients)
         self.living.move_units(arrangement)
         arrangement.lay_out()
@@ -208,13 +213,19 @@ class Engine:
 
     def _show_used_gradients(self) -> None:
         """Make gradients of units that come to the device the masters' `.grad`, which `zero_grad` clears there."""
-        coming = () if self.plan is None else self.plan.on_device
+        plan = self.plan or self.first_plan
+        coming = () if plan is None else plan.on_device
         if not coming:
             return
         with self.at_work:
             for weight, gradient in self.stream.gradient_of.items():
                 if weight.unit.name in coming:
                     gradient.show()
+
+    def keep_on_device(self, first_plan: WindowPlan) -> None:
+        """Keep the units of this plan on the device from now on, also while the planner has none."""
+        self.first_plan = first_plan
+        self.place_weights()
 
     def settle(self) -> None:
         """Wait until all gradients have landed, and nothing reads or writes masters."""

@@ -28,6 +28,12 @@ def available_host_memory() -> int | None:
     return _least("MemAvailable:", [free for _, free in _memory_limits()])
 
 
+def has_room_for(nbytes: int) -> bool:
+    """Tell whether so many bytes of host memory are free, as far as that is known."""
+    free = available_host_memory()
+    return free is None or nbytes <= free
+
+
 def total_host_memory() -> int | None:
     """Return the bytes of host memory, or None if the system does not report it."""
     return _least("MemTotal:", [limit for limit, _ in _memory_limits()])

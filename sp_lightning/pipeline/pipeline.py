@@ -29,6 +29,7 @@ from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.moving import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.window.arrangement import Arrangement
+from sp_lightning.pipeline.window.places import WindowPlan
 
 _attached: set[Pipeline] = set()
 
@@ -269,6 +270,10 @@ class Pipeline:
         finally:
             for member in members:
                 install_gate(member, self._calls)
+
+    def keep_on_device(self, first_plan: WindowPlan) -> None:
+        """Keep the units of this plan on the GPU from now on: CPU memory has no room for their optimizer state."""
+        self._engine.keep_on_device(first_plan)
 
     @property
     def budget(self) -> int | None:

@@ -20,6 +20,7 @@ from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.clock import predict
 from sp_lightning.planning.memory import (
     device_bytes,
+    first_choice,
     first_host_bytes,
     gradient_bytes,
     host_bytes,
@@ -73,7 +74,7 @@ class _Draft(NamedTuple):
     is_spread: bool = False
     keeping: int = 0  # how many keep their activations, the last ones
     visits: float = 0.0  # the part of units that do not live on the device that visits
-    living: int = 0
+    living: int = 0  # beside those that stay there in any case
 
 
 def choose(
@@ -92,7 +93,21 @@ def choose(
     """
     units = max(1, len(workload.units))
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
-    if (missing := first_host_bytes(workload, budget) - host_budget) > 0:
+    if workload.staying is None:
+        workload = _with_first_steps(workload, budget, host_budget)
+    search = _Search(workload, machine, budget, host_budget, by_size)
+    search.look_at(search.drafts(places))
+    if not search.found:
+        raise search.too_little(places[0])
+    for kind in {draft[:2] for draft, _ in search.found.values()}:
+        search.refine(kind)
+    return search.cheapest()[1]
+
+
+def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Workload:
+    """Return the work with the units that stay on the device from the first step on; raise if the host is too small."""
+    first = first_choice(workload, budget, host_budget)
+    if (missing := first_host_bytes(workload, budget, host_budget) - host_budget) > 0:
         waiting = landing_bytes(workload, Choice(1))
         sums = sum(unit.gradient_bytes for unit in workload.everything) if workload.adds_up else 0
         parts = {
@@ -101,13 +116,7 @@ def choose(
             "sums of gradients": sums,
         }
         raise TooLittleMemory("host", host_budget, missing, max(parts, key=parts.__getitem__))
-    search = _Search(workload, machine, budget, host_budget, by_size)
-    search.look_at(search.drafts(places))
-    if not search.found:
-        raise search.too_little(places[0])
-    for kind in {draft[:2] for draft, _ in search.found.values()}:
-        search.refine(kind)
-    return search.cheapest()[1]
+    return replace(workload, staying=first.living)
 
 
 class _Search:
@@ -120,12 +129,10 @@ class _Search:
         self._room = room
         self._host_room = host_room
         self._by_size = by_size
-        everything = workload.everything
         may_visit = machine.host_memory >= _SPARE_MEMORY * machine.host and not by_size
         self._able_to_visit = [n for n, unit in enumerate(workload.units) if unit.visit_up and may_visit]
-        # what is resident first
-        in_order = (len(workload.units), *range(len(workload.units)))
-        self._able_to_live = [number for number in in_order if everything[number].bytes_on_device]
+        self._staying = workload.staying or ()
+        self._able_to_live = [number for number in workload.able_to_live if number not in self._staying]
         every: tuple[Policy, ...] = ("keep", *_POLICIES)
         self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in every}
 
@@ -212,7 +219,7 @@ class _Search:
     def _choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)
         count = min(len(living), draft.living)
-        living = _spread(count, living) if draft.is_spread else living[:count]
+        living = (*self._staying, *(_spread(count, living) if draft.is_spread else living[:count]))
         able = [number for number in self._able_to_visit if number not in living]
         first = len(self._workload.units) - draft.keeping
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])

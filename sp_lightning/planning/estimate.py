@@ -118,6 +118,7 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         stepping=stepping,
         adds_up=given.devices * given.accumulate > 1,
         may_wait=given.devices == 1 and given.steps_by_weight,
+        may_stay=given.devices == 1,
         micro_steps=given.accumulate,
         staging_buffers=STAGING_BUFFERS if given.devices == 1 else STAGING_OF_SEVERAL,
         # sums are read and written, and gradients read

@@ -58,6 +58,7 @@ def work_of(
         step_bytes=2 * (masters + state) + sum(weight.compute_bytes for weight in trained),
         bytes_on_device=on_host + masters + meanwhile if lives else 0,  # with gradients, as many as masters
         host_bytes=on_host,
+        state_bytes=state,
         master_bytes=masters,
         bytes_after_step=sent_bytes(trained),
     )
@@ -175,6 +176,8 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
     ]
     resident = _with_sums(measured_work(engine, engine.arrangement.resident, measured.trains), micro_steps)
+    always_on_device = () if engine.first_plan is None else engine.first_plan.on_device
+    staying = (number for number, unit in enumerate((*units, resident)) if unit.name in always_on_device)
     add_seconds = _seconds(_of_kind(recording.spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps)
     if engine.waiting.waited:  # the device has added them up; the host would read and write sums, and read gradients
         add_seconds = max(add_seconds, 3 * sum(unit.sum_bytes for unit in (*units, resident)) / machine.host)
@@ -187,6 +190,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         adds_up=micro_steps > 1,
         staging_buffers=engine.memory.staging_buffers,
         may_wait=engine.waiting.is_limited,
+        staying=tuple(staying),
         add_seconds=add_seconds,
         rest_seconds=max(0.0, fastest[_REST]),
         turn_bytes=0 if auto is None else auto.turn_bytes,

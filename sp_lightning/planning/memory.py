@@ -13,10 +13,11 @@ the device because the host has no room; sums of several micro-batches are there
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from sp_lightning.optim.on_device import BYTES_MEANWHILE, PIECE
 from sp_lightning.pipeline.activations.memory import Footprint
@@ -68,18 +69,49 @@ def host_bytes(workload: Workload, choice: Choice) -> int:
     return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in workload.ways(choice))
 
 
-def first_host_bytes(workload: Workload, device_room: float = 0.0) -> int:
-    """Return the host memory of the steps before there is a plan: nothing lives on the device.
+def first_host_bytes(workload: Workload, device_room: float = 0.0, host_room: float = math.inf) -> int:
+    """Return the host memory that the first steps take, and the model after the last one (see `first_choice`)."""
+    return _first_host_bytes(workload, first_choice(workload, device_room, host_room))
 
-    As many gradients wait there as there is room for.
+
+def first_choice(workload: Workload, device_room: float = 0.0, host_room: float = math.inf) -> Choice:
+    """Return the choice for the steps before there is a plan: everything streams if the host has room for it.
+
+    Otherwise as many gradients wait on the device as there is room for. If that is not enough, as few units stay there
+    as the host requires, or as many as there is room for.
     """
     units = workload.units
     ways = [next((way for way in unit.ways if way.policy == "recompute"), unit.ways[0]) for unit in units]
     first = Choice(min(2, max(1, len(units))), ways=tuple(ways))
-    able = _able_to_wait(workload, first)
-    most = bisect_right(able, device_room, key=lambda last: device_bytes(workload, _waiting_to(first, able, last)))
-    waiting = [first, replace(first, waiting=able[:most])]
-    return min(host_bytes(workload, choice) for choice in waiting)
+    if _first_host_bytes(workload, first) <= host_room:
+        return first
+    first = _with_most_waiting(workload, first, device_room)
+    most = len(workload.able_to_live) if workload.may_stay else 0
+    for count in range(1, most + 1):
+        if _first_host_bytes(workload, first) <= host_room:
+            break
+        next_one = replace(first, living=workload.able_to_live[:count], waiting=())
+        if device_bytes(workload, next_one) > device_room:
+            break
+        first = _with_most_waiting(workload, next_one, device_room)
+    return first
+
+
+def _first_host_bytes(workload: Workload, first: Choice) -> int:
+    """Return the host memory of the first steps.
+
+    When training ends, all weights are there again. Optimizer state for which there is no room stays on the device.
+    """
+    state_on_device = sum(workload.everything[number].state_bytes for number in first.living)
+    afterwards = sum(unit.host_bytes for unit in workload.everything) - state_on_device
+    return max(host_bytes(workload, first), afterwards)
+
+
+def _with_most_waiting(workload: Workload, choice: Choice, device_room: float) -> Choice:
+    """Return the choice with as many gradients waiting on the device as there is room for, if the host gains by it."""
+    able = _able_to_wait(workload, choice)
+    most = bisect_right(able, device_room, key=lambda last: device_bytes(workload, _waiting_to(choice, able, last)))
+    return min(choice, replace(choice, waiting=able[:most]), key=partial(host_bytes, workload))
 
 
 def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice:

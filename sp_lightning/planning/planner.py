@@ -150,4 +150,5 @@ class AutoPlanner(Planner):
 def _as_measured(engine: Engine, workload: Workload) -> Choice:
     """Return how the first steps were made, as far as it matters to host memory."""
     waited = engine.waiting.waited
-    return Choice(1, waiting=tuple(number for number, unit in enumerate(workload.everything) if unit.name in waited))
+    waiting = [number for number, unit in enumerate(workload.everything) if unit.name in waited]
+    return Choice(1, living=workload.staying or (), waiting=tuple(waiting))

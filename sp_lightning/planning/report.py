@@ -246,10 +246,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     if given.compute_at_best is not None:
         faster = estimate_work(model, replace(given, compute=given.compute_at_best))
         at_best = choose(faster, machine, budget, host_budget=host_budget)
-    # before there is a plan, nothing lives on the device
-    first = first_host_bytes(workload)
-    if first > host_budget:  # then gradients wait on the device
-        first = first_host_bytes(workload, budget)
+    first = first_host_bytes(workload, budget, host_budget)
     return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
 
 

@@ -52,8 +52,9 @@ class UnitWork:
     # kernels of a visit, and bytes of the device's memory that they read and write
     visit_kernels: int = 0
     visit_traffic: int = 0
-    # for weights, the copies that are sent, and optimizer state
+    # for weights, the copies that are sent, and optimizer state; and the latter alone
     host_bytes: int = 0
+    state_bytes: int = 0
     # for sums of gradients, of micro-batches or of several devices, unless they wait on the device
     sum_bytes: int = 0
     master_bytes: int = 0  # of the weights that are trained
@@ -83,11 +84,21 @@ class Workload:
     staging_buffers: int = STAGING_BUFFERS  # that gradients on their way to the host take on the device
     # whether gradients may wait on the device until they are used, where the host has no room for them
     may_wait: bool = False
+    # whether units may stay on the device from the first step on, where the host has no room for their state
+    may_stay: bool = False
+    # the units that do so, and go on to; None if the first steps are yet to be planned
+    staying: tuple[int, ...] | None = None
 
     @cached_property
     def everything(self) -> tuple[UnitWork, ...]:
         """The units, and what is resident."""
         return (*self.units, self.resident)
+
+    @cached_property
+    def able_to_live(self) -> tuple[int, ...]:
+        """The units that may live on the device, in the order in which they come there: what is resident first."""
+        in_order = (len(self.units), *range(len(self.units)))
+        return tuple(number for number in in_order if self.everything[number].bytes_on_device)
 
     @property
     def gradients_stay(self) -> bool:

@@ -16,6 +16,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
@@ -27,6 +28,7 @@ from typing_extensions import override
 
 from sp_lightning.optim.optimizers import COMPACT, AdamW
 from sp_lightning.pipeline import Progress
+from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.pipeline.torch_private import parts_of
 from sp_lightning.trainer import FabricNamespace, Namespace, StrategyPart
 from sp_lightning.trainer.narrator import CountedCopies, CountedFile
@@ -106,8 +108,24 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         return copy.deepcopy(checkpoint, mapped)
 
 
+# The addresses of weights and state that are written from the device.
+_written_from_device: ContextVar[Collection[int]] = ContextVar("_written_from_device", default=())
+
+
+def _tag_as_on_host(storage: Any) -> str | None:
+    """Have the file say "cpu" of weights and state that torch writes from a device, a tensor after the other."""
+    addresses = _written_from_device.get()
+    return "cpu" if addresses and storage.data_ptr() in addresses else None
+
+
+# before torch's own, which begin at 10
+torch.serialization.register_package(1, _tag_as_on_host, lambda *_: None)
+
+
 def _write(checkpoint: dict[str, Any], file: CountedFile) -> None:
     handled = sys.exc_info()[1]  # if it is saved because of an exception
+    streamed = [checkpoint.get(name) for name in StreamingCheckpointIO.streamed]
+    token = _written_from_device.set({tensor.data_ptr() for tensor in _tensors_on_device(streamed)})
     try:
         torch.save(checkpoint, cast("IO[bytes]", file))
     except RuntimeError as error:
@@ -116,6 +134,8 @@ def _write(checkpoint: dict[str, Any], file: CountedFile) -> None:
         if isinstance(cause, KeyboardInterrupt | OSError) and cause is not handled:
             raise cause from None
         raise
+    finally:
+        _written_from_device.reset(token)
 
 
 def nbytes_of(checkpoint: Any) -> int:
@@ -180,16 +200,36 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
 
 
 def optimizer_state_on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return an optimizer's state for a checkpoint, which must not depend on what currently lives on the device."""
+    """Return an optimizer's state for a checkpoint, which must not depend on what currently lives on the device.
+
+    What the host has no room for stays there, and is written from there.
+    """
+    if not _has_room_for_copy(state):
+        return state
     return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
 
 
 def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Move what is on the device to the host: buffers, and weights that live there; in place, as it has metadata."""
+    """Move what is on the device to the host: buffers, and weights that live there; in place, as it has metadata.
+
+    What the host has no room for stays there, and is written from there.
+    """
+    if not _has_room_for_copy(state):
+        return state
     for name, value in state.items():
         if isinstance(value, Tensor) and value.device.type != "meta":
             state[name] = value.cpu()
     return state
+
+
+def _has_room_for_copy(state: Any) -> bool:
+    """Tell whether what is on the device takes at most half of the host memory that is free."""
+    return has_room_for(2 * sum(tensor.nbytes for tensor in _tensors_on_device(state)))
+
+
+def _tensors_on_device(state: Any) -> list[Tensor]:
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
 
 
 def own_all_but_weights(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.optimizers import AdamW
@@ -141,13 +142,17 @@ def _wait_for_all(trainer: Any, _: Any) -> None:
 
 
 def check_optimizer_memory(
-    optimizers: Sequence[Optimizer], gradients_pass: bool, some_may_wait: bool, lightning: FabricNamespace
+    optimizers: Sequence[Optimizer],
+    gradients_pass: bool,
+    some_may_wait: bool,
+    lightning: FabricNamespace,
+    make_room: Callable[[], float | None] = lambda: None,
 ) -> float:
     """Return what gradients may take of host memory beside optimizer state; infinite if all of them fit.
 
     If `gradients_pass`, they are stepped as they come, and never wait for all others. Else `some_may_wait` on the
     device, where there is room. Checked is before the first step makes any: if memory runs out, the system ends the
-    process without an error.
+    process without an error. Where memory is too small, `make_room` may find some, and returns what gradients may take.
 
     Raises:
         MisconfigurationException: Gradients and optimizer state do not fit.
@@ -156,11 +161,14 @@ def check_optimizer_memory(
     share = _PASSING if gradients_pass else 1.0
     trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
     gradients = int(share * _nbytes(trained))
-    state = sum(map(_state_bytes, optimizers))
+    state = sum(map(state_bytes, optimizers))
     if free is None or gradients + state <= free:
         return math.inf
     if some_may_wait and _PASSING * gradients + state <= free:
         return free - state
+    room = make_room()
+    if room is not None:
+        return room
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     raise lightning.misconfiguration(
         f"{names} would keep {readable_bytes(state)} of optimizer state in CPU memory, and "
@@ -170,19 +178,30 @@ def check_optimizer_memory(
     )
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
+def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -> int:
     """Return the bytes of state that an optimizer has yet to make; 0 if that is not known.
 
-    One of torch's optimizers says it by a step on the meta device, whatever its options are.
+    It is that of all its weights, or of those `among` some. One of torch's optimizers says it by a step on the meta
+    device, whatever its options are.
     """
     if optimizer.state:
         return 0
+    counted = None if among is None else set(map(id, among))
+    groups = []
+    for group in optimizer.param_groups:
+        weights = [weight for weight in _trained(group) if counted is None or id(weight) in counted]
+        groups.append({**group, "params": weights})
     if isinstance(optimizer, AdamW):
-        return sum(optimizer.state_bytes(group) for group in optimizer.param_groups)
+        return sum(map(optimizer.state_bytes, groups))
     if not type(optimizer).__module__.startswith("torch.optim"):
         return 0  # the code of a user's own class may do anything in a step
-    groups = [{**group, "params": _trained(group)} for group in optimizer.param_groups]
     return _nbytes(state_after_dry_step(type(optimizer), groups) or [])
+
+
+def state_on_device(optimizers: Sequence[Optimizer]) -> int:
+    """Return the bytes of optimizer state that are on a device."""
+    states = [optimizer.state for optimizer in optimizers]
+    return _nbytes([leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor) and leaf.device.type != "cpu"])
 
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -208,3 +210,89 @@ def test_clipped_and_accumulated_where_host_memory_is_short(
     assert api.max_memory_allocated(device) - before <= SLACK * given.device_bytes
     assert max(model.host_bytes, *taken) <= SLACK * limit
     assert model.late_gradients > 0
+
+
+class Saves(Model):
+    """Saves a checkpoint in the midst of training, and counts what stays on the device as each step begins."""
+
+    def __init__(self, drawn: Drawn, path: Path) -> None:
+        super().__init__(drawn)
+        self.path = path
+        self.living: list[int] = []
+        self.weights: dict[str, Tensor] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.living.append(len(self.trainer.strategy.pipeline.summary().living))  # type: ignore[attr-defined]
+        if batch_idx == 2:
+            self.trainer.save_checkpoint(self.path)
+            self.weights = {name: weight.detach().cpu().clone() for name, weight in self.named_parameters()}
+        return super().training_step(batch, batch_idx)
+
+    def bytes_on_host(self) -> int:
+        """Return what weights, gradients and optimizer state take of the host."""
+        trainer: Any = self._trainer
+        pipeline = getattr(getattr(trainer, "strategy", None), "pipeline", None)
+        if pipeline is not None:
+            counted = pipeline.summary()
+            on_host: int = counted.host_bytes + counted.host_gradient_bytes + counted.optimizer_bytes
+            return on_host
+        optimizers = [] if trainer is None else trainer.optimizers
+        tensors = [*self.parameters(), *tree_leaves([optimizer.state for optimizer in optimizers])]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.device.type == "cpu")
+
+
+@pytest.mark.parametrize("clip", [1.0] if IN_USE else [None, 1.0])
+def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
+    clip: float | None,
+    accelerator: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Checkpoints hold what there is no room to copy, and state for which there is none stays when training ends."""
+    with torch.device("meta"):
+        meta = LlamaForCausalLM(CONFIG)
+    numbers = sum(weight.numel() for weight in meta.parameters())
+    given = Assumptions(
+        device_memory=8 * numbers + 2**25,
+        host_memory=OF_SYSTEM + int(4.4 * numbers),
+        precision="bf16-true",
+        moments="int8",
+        gradient_clip_val=clip,
+        tokens=128,
+        length=64,
+    )
+    row = plan(meta, given).rows[0]
+    assert row.step is not None
+    limit = given.host_bytes - OF_SYSTEM
+    model = Saves(Drawn(CONFIG, 2, row), tmp_path / "saved.ckpt").bfloat16()
+    taken: list[int] = []
+
+    def free() -> int:
+        taken.append(model.bytes_on_host())
+        return limit - taken[-1]
+
+    for where in ("trainer.host_memory", "trainer.first_plan", "pipeline.window.places", "planning.planner"):
+        monkeypatch.setattr(f"sp_lightning.{where}.available_host_memory", free)
+    monkeypatch.setattr("sp_lightning.pipeline.host_memory.available_host_memory", free)
+    trainer = L.Trainer(
+        strategy=SuperpipelineStrategy(memory_budget=int(0.9 * given.device_bytes)),
+        accelerator=accelerator,
+        devices=1,
+        precision="bf16-true",
+        gradient_clip_val=clip,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(model, DataLoader(torch.randint(CONFIG.vocab_size, (2 * STEPS, 64)), batch_size=2))
+    assert 0 < model.living[0] <= min(model.living)
+    assert max(model.host_bytes, *taken) <= SLACK * limit
+    assert all(weight.device.type == "cpu" for weight in model.parameters())
+    states = [tree_leaves(optimizer.state) for optimizer in trainer.optimizers]
+    assert any(value.device == device for state in states for value in state), "where there is no room for it"
+    saved = torch.load(model.path, weights_only=False)
+    tensors = [leaf for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)]
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
+    assert all(torch.equal(saved["state_dict"][name], weight) for name, weight in model.weights.items())

@@ -61,6 +61,7 @@ PAGEABLE = {
     "pipeline/pipeline.py: _give_back": "buffers, as the module is given back",
     "pipeline/units/moving.py: move": "buffers, as the module is attached",
     "pipeline/weights/quantized.py: move_parameter": "a plan has a unit live on the device, or no longer",
+    "trainer/checkpoint_io.py: _write": "a checkpoint, of what lives on the device and the host has no room to copy",
     "trainer/checkpoint_io.py: state_dict_on_host": "a checkpoint, of what lives on the device",
     "trainer/precision.py: _unscale_grads_": "a factor, of what lives on the device",
 }

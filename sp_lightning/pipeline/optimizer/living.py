@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
@@ -167,9 +168,17 @@ class Living:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def move_all_to_host(self, module: nn.Module) -> None:
-        """Move all parameters on the device to the host, for good."""
-        self._move(weights_on_accelerators(module), HOST)
+    def move_all_to_host(self, module: nn.Module, may_leave_state: bool) -> None:
+        """Move all parameters on the device to the host, for good.
+
+        If it `may_leave_state`, optimizer state stays on the device where the host has no room for it.
+        """
+        parameters = weights_on_accelerators(module)
+        nbytes = sum(parameter.nbytes for parameter in parameters) + self._states.nbytes(parameters)
+        if may_leave_state and not has_room_for(nbytes):
+            move_parameters(parameters, HOST)
+        else:
+            self._move(parameters, HOST)
 
     def watch(self, arrangement: Arrangement) -> None:
         """Note from now on whether backward brings gradients to parameters that stay on the device."""

@@ -180,8 +180,10 @@ class Arrangement:
 
     # ------------------------------------------------------------------------------------------------ what is chosen
 
-    def choose(self, plan: WindowPlan | None) -> None:
+    def choose(self, plan: WindowPlan | None, first_plan: WindowPlan | None) -> None:
         """Choose the dtypes in which weights are sent, which ones stay on the device, and how units share it.
+
+        Without a `plan` units stay on the device that do so in the `first_plan`.
 
         Raises:
             ValueError: The weights do not fit the device or the host.
@@ -193,7 +195,8 @@ class Arrangement:
         division.make_resident(learned.used_outside)
         division.put_in_order(learned.order or ())
         self._choose_dtypes()
-        self.layout = choose_device_layout(division, self._options, plan, self.budget, self._memory.staging_buffers)
+        buffers = self._memory.staging_buffers
+        self.layout = choose_device_layout(division, self._options, plan, first_plan, self.budget, buffers)
         for unit in self.layout.units_on_device:
             unit.weights_on_device = unit.weights
             unit.weights = []

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -124,24 +124,28 @@ def choose_device_layout(
     division: Division,
     options: PipelineOptions,
     plan: WindowPlan | None,
+    first_plan: WindowPlan | None,
     budget: int | None,
     staging_buffers: int,
 ) -> DeviceLayout:
     """Choose the planner's layout if it fits; else the usual small one; else the smallest, or raise.
 
+    In the latter, units stay on the device that do so in the `first_plan`: the host has no room for their state.
+
     The planner's layout does not fit if weights are sent in another dtype than when the plan was made.
     """
     slots = options.slots
     windows = [] if plan is None else [plan]
-    windows.append(WindowPlan(_DEFAULT_SLOTS if slots == "auto" else slots))
+    first = first_plan or WindowPlan(_DEFAULT_SLOTS)
+    windows.append(replace(first, k=_DEFAULT_SLOTS if slots == "auto" else slots))
     if slots == "auto":
-        windows.append(WindowPlan(1))
+        windows.append(replace(first, k=1))
     layouts = [DeviceLayout(division, window, staging_buffers) for window in windows]
     for layout in layouts:
         if budget is None or layout.streaming_bytes <= budget:
             return layout
     smallest = layouts[-1]
-    least = DeviceLayout(division, WindowPlan(1), staging_buffers).streaming_bytes
+    least = DeviceLayout(division, replace(first, k=1), staging_buffers).streaming_bytes
     raise ValueError(
         f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k * options.k_prime}`: "
         "weights, and gradients on their way to CPU memory, need "

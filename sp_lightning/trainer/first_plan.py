@@ -1,0 +1,74 @@
+"""Units that stay on the GPU from the first step on, because CPU memory has no room for their optimizer state.
+
+Before the planner has measured steps, all units stream, and their optimizer state is in CPU memory. Where that is too
+small, as few units as necessary are on the GPU from the start. All later plans keep them there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.optim import Optimizer
+
+from sp_lightning.pipeline import Pipeline, WindowPlan, available_host_memory
+from sp_lightning.pipeline.optimizer.living import States
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.planning.measure import work_of
+from sp_lightning.planning.memory import first_choice, first_host_bytes
+from sp_lightning.planning.work import UnitWork, Workload
+from sp_lightning.trainer.host_memory import state_bytes
+
+
+def keep_units_on_device(
+    pipeline: Pipeline,
+    optimizers: Sequence[Optimizer],
+    gradients_pass: bool,
+    some_may_wait: bool,
+    micro_steps: int,
+) -> float | None:
+    """Keep as few units on the device as CPU memory requires; return what gradients may take of it then.
+
+    Nothing is known about activations yet, so all other device memory is left to them. None if it does not fit.
+    """
+    device_room, free = pipeline.budget, available_host_memory()
+    is_free = pipeline.options.optimizer_on == "auto"
+    if device_room is None or free is None or pipeline.processes is not None or not is_free:
+        return None
+    units = [*pipeline.arrangement.units, pipeline.arrangement.resident]
+    works = [_work_before_steps(unit, optimizers, micro_steps, pipeline.device.type != "cpu") for unit in units]
+    workload = Workload(
+        units=tuple(works[:-1]),
+        resident=works[-1],
+        stepping="in backward" if gradients_pass else "after backward",
+        micro_steps=micro_steps,
+        adds_up=micro_steps > 1,
+        may_wait=some_may_wait,
+        may_stay=True,
+    )
+    host_room = free + sum(work.host_bytes - work.state_bytes for work in works)
+    first = first_choice(workload, device_room, host_room)
+    if first_host_bytes(workload, device_room, host_room) > host_room:
+        return None
+    staying = [works[number] for number in first.living]
+    if staying:
+        names = tuple(work.name for work in staying)
+        on_device_bytes = sum(work.bytes_on_device for work in staying)
+        pipeline.keep_on_device(WindowPlan(first.k, on_device=names, on_device_bytes=on_device_bytes))
+    if gradients_pass or not some_may_wait:
+        return math.inf
+    return host_room - sum(work.host_bytes for number, work in enumerate(works) if number not in first.living)
+
+
+def _work_before_steps(unit: Unit, optimizers: Sequence[Optimizer], micro_steps: int, on_accelerator: bool) -> UnitWork:
+    """Return the bytes of a unit with the optimizer state that its first step will make."""
+    masters = [weight.master for weight in unit.every_weight]
+    states = States(optimizers)
+    work = work_of(
+        unit,
+        state=sum(state_bytes(optimizer, masters) for optimizer in optimizers),
+        meanwhile=states.bytes_of_step(masters) if on_accelerator else 0,
+        lives=states.may_live_on_device(masters),
+    )
+    return replace(work, sum_bytes=work.master_bytes if micro_steps > 1 else 0)
