@@ -99,7 +99,8 @@ def choose(
     search.look_at(search.drafts(places))
     if not search.found:
         raise search.too_little(places[0])
-    for kind in {draft[:2] for draft, _ in search.found.values()}:
+    # in the order in which they were found, which is the same in every process
+    for kind in dict.fromkeys(draft[:2] for draft, _ in search.found.values()):
         search.refine(kind)
     return search.cheapest()[1]
 
@@ -124,6 +125,7 @@ class _Search:
 
     def __init__(self, workload: Workload, machine: Machine, room: int, host_room: float, by_size: bool) -> None:
         self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
+        self._choices: dict[_Draft, Choice] = {}
         self._workload = workload
         self._machine = machine
         self._room = room
@@ -217,6 +219,12 @@ class _Search:
         return min((predict(self._workload, self._machine, each) for each in choices), key=self._cost)
 
     def _choice(self, draft: _Draft) -> Choice:
+        """Return the choice of a draft; most drafts are met several times."""
+        if draft not in self._choices:
+            self._choices[draft] = self._make_choice(draft)
+        return self._choices[draft]
+
+    def _make_choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)
         count = min(len(living), draft.living)
         living = (*self._staying, *(_spread(count, living) if draft.is_spread else living[:count]))

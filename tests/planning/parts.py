@@ -7,7 +7,7 @@ import mmap
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -263,9 +263,13 @@ class Blocks(simulated.Machine):
             begin = backend.now
             for micro in range(accumulate):
                 loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
-                last = in_backward and micro == accumulate - 1
-                stepping = pipeline.optimizers.stepping_in_backward(optimizer) if last else nullcontext()
-                with stepping, pipeline.optimizers.clipping.measuring_norms() if clip else nullcontext():
+                with ExitStack() as scopes:
+                    # Lightning runs the last one alone within the optimizer's step
+                    is_last = micro == accumulate - 1
+                    if is_last and in_backward:
+                        scopes.enter_context(pipeline.optimizers.stepping_in_backward(optimizer))
+                    if is_last and clip:
+                        scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
                     loss.backward()
             if clip:
                 pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 1e9)

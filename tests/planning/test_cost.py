@@ -63,7 +63,7 @@ def test_gradients_that_add_up(name: str, window: Any) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("waiting", [range(16), range(8)], ids=["all", "half"])
+@pytest.mark.parametrize("waiting", [range(16), range(8), range(4)], ids=["all", "half", "a quarter"])
 @pytest.mark.parametrize("training", [{"clip": True}, {"accumulate": 4}, {"clip": True, "accumulate": 4}], ids=str)
 @pytest.mark.parametrize("name", MACHINES)
 def test_gradients_wait(name: str, training: dict[str, Any], waiting: range) -> None:
