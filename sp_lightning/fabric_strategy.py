@@ -232,7 +232,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         have_limits = all(pipeline.budget is not None for pipeline in self.pipelines)
         may_wait = have_limits and not self.is_distributed and why_not_by_unit(optimizer) is None
-        room = check_optimizer_memory([optimizer], False, may_wait, self.lightning)
+        room = check_optimizer_memory([optimizer], may_wait, self.lightning)
         for pipeline in self.pipelines:
             pipeline.waiting.limit(room)
         return optimizer

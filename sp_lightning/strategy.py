@@ -23,7 +23,7 @@ from sp_lightning.trainer import Namespace, is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
 from sp_lightning.trainer.first_plan import keep_units_on_device
 from sp_lightning.trainer.host_memory import (
-    check_optimizer_memory,
+    OptimizerMemory,
     copy_pruned_originals,
     keep_averages_on_host,
     materialize,
@@ -134,13 +134,12 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         has_limit = pipeline is not None and pipeline.budget is not None
         nobody_looks = all(plan.gradients_may_wait for plan in plans)
         some_wait = has_limit and nobody_looks and not self.is_distributed
-
-        def make_room() -> float | None:
-            if pipeline is None:
-                return None
-            return keep_units_on_device(pipeline, self.optimizers, gradients_pass, some_wait, micro_steps)
-
-        room = check_optimizer_memory(self.optimizers, gradients_pass, some_wait, self.lightning, make_room)
+        memory = OptimizerMemory(self.optimizers, gradients_pass)
+        room = memory.room_for_gradients(some_wait)
+        if room is None and pipeline is not None:
+            room = keep_units_on_device(pipeline, self.optimizers, gradients_pass, some_wait, micro_steps)
+        if room is None:
+            raise self.lightning.misconfiguration(memory.refusal())
         if pipeline is not None:
             pipeline.waiting.limit(room)
 

@@ -141,41 +141,56 @@ def _wait_for_all(trainer: Any, _: Any) -> None:
     trainer.strategy.barrier()
 
 
-def check_optimizer_memory(
-    optimizers: Sequence[Optimizer],
-    gradients_pass: bool,
-    some_may_wait: bool,
-    lightning: FabricNamespace,
-    make_room: Callable[[], float | None] = lambda: None,
-) -> float:
-    """Return what gradients may take of host memory beside optimizer state; infinite if all of them fit.
+class OptimizerMemory:
+    """The host memory that optimizers take for state that they have yet to make, and for gradients.
 
-    If `gradients_pass`, they are stepped as they come, and never wait for all others. Else `some_may_wait` on the
-    device, where there is room. Checked is before the first step makes any: if memory runs out, the system ends the
-    process without an error. Where memory is too small, `make_room` may find some, and returns what gradients may take.
+    It is looked at before the first step makes any: if memory runs out, the system ends the process without an error.
+
+    Args:
+        optimizers: The optimizers, before their first step.
+        gradients_pass: Whether gradients are used as they come, and never wait for all others.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], gradients_pass: bool) -> None:
+        share = _PASSING if gradients_pass else 1.0
+        trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
+        self._names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+        self._free = available_host_memory()
+        self._gradients = int(share * _nbytes(trained))
+        self._state = sum(map(state_bytes, optimizers))
+
+    def room_for_gradients(self, some_may_wait: bool) -> float | None:
+        """Return what gradients may take beside the state: infinite if all of them fit, None if too few do.
+
+        `some_may_wait` on the device, where there is room.
+        """
+        if self._free is None or self._gradients + self._state <= self._free:
+            return math.inf
+        if some_may_wait and _PASSING * self._gradients + self._state <= self._free:
+            return self._free - self._state
+        return None
+
+    def refusal(self) -> str:
+        """Return what to say if they do not fit."""
+        return (
+            f"{self._names} would keep {readable_bytes(self._state)} of optimizer state in CPU memory, and "
+            f"{readable_bytes(self._gradients)} of gradients, but only {readable_bytes(self._free or 0)} are free. Use "
+            "a machine with more memory, freeze weights, or use `sp_lightning.optim.AdamW(moments='int8')` with "
+            "`precision='bf16-true'`, which needs half as much as AdamW in FP32; `sp-lightning plan` shows what fits."
+        )
+
+
+def check_optimizer_memory(optimizers: Sequence[Optimizer], some_may_wait: bool, lightning: FabricNamespace) -> float:
+    """Return what gradients may take of host memory, which wait for each other; infinite if all of them fit.
 
     Raises:
         MisconfigurationException: Gradients and optimizer state do not fit.
     """
-    free = available_host_memory()
-    share = _PASSING if gradients_pass else 1.0
-    trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
-    gradients = int(share * _nbytes(trained))
-    state = sum(map(state_bytes, optimizers))
-    if free is None or gradients + state <= free:
-        return math.inf
-    if some_may_wait and _PASSING * gradients + state <= free:
-        return free - state
-    room = make_room()
-    if room is not None:
-        return room
-    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-    raise lightning.misconfiguration(
-        f"{names} would keep {readable_bytes(state)} of optimizer state in CPU memory, and "
-        f"{readable_bytes(gradients)} of gradients, but only {readable_bytes(free)} are free. Use a machine with more "
-        "memory, freeze weights, or use `sp_lightning.optim.AdamW(moments='int8')` with `precision='bf16-true'`, "
-        "which needs half as much as AdamW in FP32; `sp-lightning plan` shows what fits."
-    )
+    memory = OptimizerMemory(optimizers, gradients_pass=False)
+    room = memory.room_for_gradients(some_may_wait)
+    if room is None:
+        raise lightning.misconfiguration(memory.refusal())
+    return room
 
 
 def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -> int:
