@@ -29,7 +29,7 @@ def available_host_memory() -> int | None:
 
 
 def has_room_for(nbytes: int) -> bool:
-    """Tell whether so many bytes of host memory are free, as far as that is known."""
+    """Tell whether `nbytes` of host memory are free; True where the system does not report it."""
     free = available_host_memory()
     return free is None or nbytes <= free
 

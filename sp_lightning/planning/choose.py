@@ -108,11 +108,11 @@ def choose(
 def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Workload:
     """Return the work with the units that stay on the device from the first step on; raise if the host is too small."""
     first = first_choice(workload, budget, host_budget)
-    if (missing := first_host_bytes(workload, budget, host_budget) - host_budget) > 0:
+    if (missing := first_host_bytes(workload, first) - host_budget) > 0:
         waiting = landing_bytes(workload, Choice(1))
         sums = sum(unit.gradient_bytes for unit in workload.everything) if workload.adds_up else 0
         parts = {
-            "weights and the optimizer's state": first_host_bytes(workload) - waiting - sums,
+            "weights and the optimizer's state": first_host_bytes(workload, first_choice(workload)) - waiting - sums,
             "gradients, which wait there for all others": waiting,
             "sums of gradients": sums,
         }

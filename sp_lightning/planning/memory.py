@@ -69,11 +69,6 @@ def host_bytes(workload: Workload, choice: Choice) -> int:
     return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in workload.ways(choice))
 
 
-def first_host_bytes(workload: Workload, device_room: float = 0.0, host_room: float = math.inf) -> int:
-    """Return the host memory that the first steps take, and the model after the last one (see `first_choice`)."""
-    return _first_host_bytes(workload, first_choice(workload, device_room, host_room))
-
-
 def first_choice(workload: Workload, device_room: float = 0.0, host_room: float = math.inf) -> Choice:
     """Return the choice for the steps before there is a plan: everything streams if the host has room for it.
 
@@ -83,12 +78,12 @@ def first_choice(workload: Workload, device_room: float = 0.0, host_room: float 
     units = workload.units
     ways = [next((way for way in unit.ways if way.policy == "recompute"), unit.ways[0]) for unit in units]
     first = Choice(min(2, max(1, len(units))), ways=tuple(ways))
-    if _first_host_bytes(workload, first) <= host_room:
+    if first_host_bytes(workload, first) <= host_room:
         return first
     first = _with_most_waiting(workload, first, device_room)
     most = len(workload.able_to_live) if workload.may_stay else 0
     for count in range(1, most + 1):
-        if _first_host_bytes(workload, first) <= host_room:
+        if first_host_bytes(workload, first) <= host_room:
             break
         next_one = replace(first, living=workload.able_to_live[:count], waiting=())
         if device_bytes(workload, next_one) > device_room:
@@ -97,10 +92,10 @@ def first_choice(workload: Workload, device_room: float = 0.0, host_room: float 
     return first
 
 
-def _first_host_bytes(workload: Workload, first: Choice) -> int:
-    """Return the host memory of the first steps.
+def first_host_bytes(workload: Workload, first: Choice) -> int:
+    """Return the host memory that the first steps take (see `first_choice`), or the end of training, if that is more.
 
-    When training ends, all weights are there again. Optimizer state for which there is no room stays on the device.
+    At the end all weights are there again. Optimizer state for which there is no room stays on the device.
     """
     state_on_device = sum(workload.everything[number].state_bytes for number in first.living)
     afterwards = sum(unit.host_bytes for unit in workload.everything) - state_on_device

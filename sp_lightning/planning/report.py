@@ -16,7 +16,7 @@ from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import OF_SYSTEM, Assumptions, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
-from sp_lightning.planning.memory import first_host_bytes
+from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -246,7 +246,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     if given.compute_at_best is not None:
         faster = estimate_work(model, replace(given, compute=given.compute_at_best))
         at_best = choose(faster, machine, budget, host_budget=host_budget)
-    first = first_host_bytes(workload, budget, host_budget)
+    first = first_host_bytes(workload, first_choice(workload, budget, host_budget))
     return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
 
 

@@ -29,7 +29,7 @@ from typing_extensions import override
 from sp_lightning.optim.optimizers import COMPACT, AdamW
 from sp_lightning.pipeline import Progress
 from sp_lightning.pipeline.host_memory import has_room_for
-from sp_lightning.pipeline.torch_private import parts_of
+from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.trainer import FabricNamespace, Namespace, StrategyPart
 from sp_lightning.trainer.narrator import CountedCopies, CountedFile
 from sp_lightning.trainer.processes import Meetings
@@ -108,7 +108,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         return copy.deepcopy(checkpoint, mapped)
 
 
-# The addresses of weights and state that are written from the device.
+# The addresses of the memory of weights and state that are written from the device.
 _written_from_device: ContextVar[Collection[int]] = ContextVar("_written_from_device", default=())
 
 
@@ -125,7 +125,8 @@ torch.serialization.register_package(1, _tag_as_on_host, lambda *_: None)
 def _write(checkpoint: dict[str, Any], file: CountedFile) -> None:
     handled = sys.exc_info()[1]  # if it is saved because of an exception
     streamed = [checkpoint.get(name) for name in StreamingCheckpointIO.streamed]
-    token = _written_from_device.set({tensor.data_ptr() for tensor in _tensors_on_device(streamed)})
+    parts = [part for tensor in _tensors_on_device(streamed) for part in parts_of(tensor)]
+    token = _written_from_device.set({part.untyped_storage().data_ptr() for part in parts})
     try:
         torch.save(checkpoint, cast("IO[bytes]", file))
     except RuntimeError as error:
@@ -212,12 +213,12 @@ def optimizer_state_on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
     """Move what is on the device to the host: buffers, and weights that live there; in place, as it has metadata.
 
-    What the host has no room for stays there, and is written from there.
+    What the host has no room for stays there, and is written from there, but for tensors that consist of others: their
+    class writes on which device they are.
     """
-    if not _has_room_for_copy(state):
-        return state
+    has_room = _has_room_for_copy(state)
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.device.type != "meta":
+        if isinstance(value, Tensor) and value.device.type != "meta" and (has_room or contains_others(value)):
             state[name] = value.cpu()
     return state
 

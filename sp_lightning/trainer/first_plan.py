@@ -49,7 +49,7 @@ def keep_units_on_device(
     )
     host_room = free + sum(work.host_bytes - work.state_bytes for work in works)
     first = first_choice(workload, device_room, host_room)
-    if first_host_bytes(workload, device_room, host_room) > host_room:
+    if first_host_bytes(workload, first) > host_room:
         return None
     staying = [works[number] for number in first.living]
     if staying:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from sp_lightning.pipeline.optimizer import pieces
 from sp_lightning.planning import memory
 from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.report import Row
+from sp_lightning.trainer import checkpoint_io
 
 from ..second_device import IN_USE
+from ..zoo.quantized import Int8Weight
 from .test_memory_limits import LITTLE, room
 
 pytestmark = pytest.mark.gpu
@@ -296,3 +299,22 @@ def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
     tensors = [leaf for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)]
     assert all(tensor.device.type == "cpu" for tensor in tensors)
     assert all(torch.equal(saved["state_dict"][name], weight) for name, weight in model.weights.items())
+
+
+def test_what_is_written_from_the_device_is_on_the_cpu_in_the_file(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a part of some memory, and a tensor that consists of others; what is no weight is where it was."""
+    monkeypatch.setattr(checkpoint_io, "has_room_for", lambda nbytes: False)
+    values = torch.arange(8.0, device=device)
+    weights = {"part": values[3:], "quantized": Int8Weight.of(torch.randn(4, 4)).to(device)}
+    file: Any = io.BytesIO()
+    state = checkpoint_io.state_dict_on_host({**weights})
+    assert state["part"].device == device, "there is no room for a copy"
+    checkpoint_io._write({"state_dict": state, "own": torch.ones(2, device=device)}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    loaded = saved["state_dict"]
+    assert saved["own"].device == device
+    assert {weight.device.type for weight in (*loaded.values(), loaded["quantized"].integers)} == {"cpu"}
+    assert torch.equal(loaded["part"], values[3:].cpu())

@@ -13,7 +13,7 @@ from random_plans import gains, random_case
 
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.clock import predict
-from sp_lightning.planning.memory import first_host_bytes
+from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Choice, Machine, UnitWork, Way, Workload
 
 MIB = 1 << 20
@@ -155,7 +155,7 @@ def test_nothing_is_offloaded_that_the_host_has_no_room_for() -> None:
     workload = Workload((*(unit,) * 9, replace(unit, ways=WAYS[:1])))
     free = choose(workload, FAST, 900)
     assert any(way.leaving for way in free.choice.ways)
-    least = first_host_bytes(workload)
+    least = first_host_bytes(workload, first_choice(workload))
     assert least == 10 * 300 + 3 * 100  # of three gradients on their way
     for room in range(least, free.host_bytes + 60, 60):
         chosen = choose(workload, FAST, 900, host_budget=room)

@@ -337,7 +337,7 @@ class SegmentGradients:
     def abandon(self) -> None:
         """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""
         self.gathered = {}
-        if not self.has_stored:
+        if not self.has_stored:  # the exception came before the first of them was there
             self._stored = Stored.NOWHERE
         is_lost = self.pass_landing() is not None
         try:

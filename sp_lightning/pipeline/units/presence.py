@@ -10,7 +10,7 @@ from torch import Tensor
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 
-_NUMBERS_IN_ROW = 1024  # a fingerprint adds memory up in rows of so many numbers
+_NUMBERS_IN_ROW = 1024  # a fingerprint adds up the numbers of each row, and of each column
 
 
 class Residency(enum.Enum):
