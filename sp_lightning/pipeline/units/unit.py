@@ -30,7 +30,7 @@ class Readers:
     calls_to_come: int = 0  # calls of live graphs that no backward has reached yet
     # whether somebody has an alias of a master that was taken in this step
     has_aliases: bool = False
-    # whether a custom Function was given one of its weights in this step, and may read it in backward
+    # whether a custom Function was applied in a call in this step, and may read its weights in backward
     has_raw_readers: bool = False
 
     @property
