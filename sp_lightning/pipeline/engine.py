@@ -160,7 +160,7 @@ class Engine:
         """
         if hasattr(self, "guard"):  # the last part that is made before the module is changed
             if not self.optimizers.shows_used_gradients:
-                self.optimizers.drop_used_gradients()
+                self.stream.drop_used()
             self._leave_places()
             for member in self.arrangement.members:
                 # The call of a module around units may still be running.
@@ -188,7 +188,7 @@ class Engine:
         self.is_arranged = False
         self._show_used_gradients()
         # Otherwise all of them would become users' `.grad` here.
-        self.optimizers.drop_used_gradients()
+        self.stream.drop_used()
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(self.plan, self.first_plan)

@@ -51,7 +51,7 @@ from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
@@ -168,15 +168,11 @@ class Guard:
         stream = self._stream
         gradient = stream.gradient_of[weight]
         is_there = gradient.tensor is not None or gradient in stream.pending
-        if not (is_there or gradient.of_segment.is_consumed or weight.leftover is not Leftover.NOTHING):
+        if not (is_there or gradient.of_segment.is_consumed or weight.has_used_gradient):
             return
         self._backward.forget_failed()
         # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
-        # Where there are no other gradients, users read a used one to zero it by hand.
-        is_zeroed = to_none is not None or not any(other.tensor is not None for other in stream.gradient_of.values())
-        if is_zeroed and weight.leftover is Leftover.USED:
-            weight.leftover = Leftover.NOTHING
         if reads and gradient in stream.pending:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to CPU memory, and cannot be "

@@ -89,9 +89,11 @@ class Story:
         """Begin a step, or a scope that continues the last one with another backward."""
         continues_last_step |= self.graphs.waiting()  # this is the backward of the previous step
         self.graphs.has_served = False
+        if not continues_last_step:
+            with self.at_work:
+                self._stream.drop_used(on_host_too=False)
         self._occasions.before_step(look_for_new_parameters, continues_last_step)
         if not continues_last_step:
-            self._optimizers.drop_used_gradients()
             self._trace.mark_step()
             self.activations.begin_step()
             self._window.begin_next_step()

@@ -23,7 +23,7 @@ from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
 
 
@@ -261,8 +261,17 @@ class GradientStream:
         """Drop the engine's gradients that a step has used; a user's `.grad` stays until the user zeroes it."""
         for gradient in gradients:
             if gradient.tensor is not None:
-                gradient.weight.leftover = Leftover.USED
+                gradient.weight.has_used_gradient = True
             gradient.drop()
+
+    def drop_used(self, on_host_too: bool = True) -> None:
+        """Drop gradients that an optimizer has used, and that nobody has zeroed since.
+
+        Those on the device leave as the next step begins, which needs the memory. Those on the host stay for a loop
+        that adds to them, until weights get other places.
+        """
+        used = [gradient for gradient in self.gradient_of.values() if gradient.is_used]
+        self.consume([gradient for gradient in used if on_host_too or gradient.of_segment.is_on_device])
 
     def hand_over_gradients(self) -> None:
         """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory beside masters."""

@@ -25,7 +25,7 @@ from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.segment import MEASURED
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Weight
 
 _LOG = logging.getLogger(__name__)
 
@@ -215,8 +215,6 @@ class Clipping:
             gradient = None if weight is None else self._stream.gradient_of[weight]
             if gradient is not None:
                 gradient.check_readable()
-                if gradient.weight.leftover is Leftover.ZEROS:
-                    gradient.fill_zeros()
             if gradient is not None and gradient.tensor is not None:
                 found_gradients.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
                 found_gradients.ours.append(gradient)
