@@ -238,7 +238,8 @@ class Member:
             for entry, twin in replaced:
                 # a unit that backward has reached still holds the twin that stands for the weight now
                 if entry.parameters.get(entry.key) is twin.parameter:
-                    entry.parameters[entry.key] = entry.weight.twin.parameter
+                    weight = entry.weight
+                    entry.parameters[entry.key] = weight.twin.parameter if entry.has_leaf else weight.master
 
     def uses(self, weight: Weight) -> bool:
         """Tell whether its call may use a weight."""
