@@ -203,12 +203,28 @@ def test_a_way_that_fails(check: Check, monkeypatch: pytest.MonkeyPatch) -> None
         ([f"--model={HERE}.Net", f"--data={HERE}.Data", "--model.steps=false"], "Net took no optimizer step"),
         ([f"--model={HERE}.Net", "--steps=0"], "`--steps 0` must be at least 1"),
         (["foo", f"--model={HERE}.Net"], "`device='foo'`"),
+        ([f"--model={HERE}.Net"], "Net has no training data: add `--data CLASS`, a LightningDataModule, or define"),
+        ([f"--data={HERE}.Data"], "the following arguments are required: --model"),
+        ([f"--model={HERE}.Nett"], f"`--model`: Problem with given class_path '{HERE}.Nett': module "),
+        (["--model=nowhere.Net"], "`--model`: Problem with given class_path 'nowhere.Net': No module named 'nowhere'"),
+        ([f"--model={HERE}.Net", f"--data={HERE}.Net"], f"`--data`: Import path {HERE}.Net does not correspond to"),
+        ([f"--model={HERE}.Net", "--model.late=1", "--model.nope=1"], "Net': Option 'nope' is not accepted"),
+        (["--model=lightning.LightningModule", f"--data={HERE}.Data"], "LightningModule cannot be trained: No `trai"),
     ],
 )
 def test_what_cannot_be_checked(arguments: list[str], says: str, check: Check) -> None:
+    """In one line, without a traceback."""
     status, lines = check(*arguments)
     assert status == 2
-    assert says in lines[-1]
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+def test_a_module_that_fails_when_it_is_imported(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text('{}["DATA"]')
+    monkeypatch.syspath_prepend(tmp_path)
+    error = "sp-lightning: error: `--model` cannot be imported: KeyError: 'DATA'"
+    assert check("--model=broken.Net") == (2, [error])
 
 
 def test_digests() -> None:

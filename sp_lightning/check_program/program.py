@@ -106,6 +106,8 @@ class ProgramCheck:
         name = self._program.name
         try:
             plain = self._train(None, Look.GRADIENTS)
+        except self._program.misconfiguration as error:
+            raise argparse.ArgumentError(None, f"{name} cannot be trained: {error}") from error
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
