@@ -51,7 +51,7 @@ from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import Weight, form_of
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
@@ -121,6 +121,9 @@ class Guard:
                 return run_on_leaves(func, args, kwargs)
             for guard, weight in guards_and_weights:
                 guard.before_access(weight, means_masters)
+            if name == "data" and func.__name__ == "__set__":
+                guard, weight = guards_and_weights[0]
+                guard.before_conversion(weight, args[1])
         with without_torch_function():
             return func(*args, **kwargs)
 
@@ -145,6 +148,12 @@ class Guard:
                 window.note_write(copied_from)
             if self.in_step:
                 unit.readers.has_aliases = True
+
+    def before_conversion(self, weight: Weight, values: Tensor) -> None:
+        """Make the gradient the user's before a master gets values of another form, to which it could not be given."""
+        if form_of(values) != form_of(weight.master):
+            with self._at_work:
+                self._stream.gradient_of[weight].show()
 
     def refuse_if_stepped(self, weight: Weight) -> None:
         """Raise if a weight is read after it was stepped in the backward pass that is under way."""

@@ -252,8 +252,9 @@ class Weight:
         """
         if self.guard is not None and type(self.master) is nn.Parameter:
             return True
-        return self.master.data_ptr() != self._address and _form(self.master) != _form(self.home)
+        return self.master.data_ptr() != self._address and form_of(self.master) != form_of(self.home)
 
 
-def _form(tensor: Tensor) -> tuple[object, ...]:
+def form_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return all by which tensors with the same values may differ."""
     return tensor.dtype, tensor.shape, tensor.device, tensor.stride()
