@@ -191,7 +191,7 @@ class GradientStream:
 
     def _waits(self, of_segment: SegmentGradients, more_comes: bool) -> bool:
         """Tell whether gradients wait on the device, as the host has no room for them."""
-        passing = self.routes.landing.most_nbytes()
+        passing = self.routes.landing.most_nbytes() if self._waiting.is_left_to_backward else 0
         return self._waiting.admits(of_segment, passing, more_comes, self._device)
 
     def bytes_on_device(self) -> int:
@@ -272,6 +272,12 @@ class GradientStream:
         """
         used = [gradient for gradient in self.gradient_of.values() if gradient.is_used]
         self.consume([gradient for gradient in used if on_host_too or gradient.of_segment.is_on_device])
+
+    def forget(self) -> None:
+        """Forget all gradients, whatever state they are in: an interrupt may have come between two notes of theirs."""
+        self.pending.clear()
+        for of_segment in self._by_segment:
+            of_segment.forget()
 
     def hand_over_gradients(self) -> None:
         """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory beside masters."""

@@ -50,9 +50,18 @@ class WaitingRoom:
         """Whether the host may lack room for gradients."""
         return math.isfinite(self.host_bytes)
 
-    def limit(self, host_bytes: float) -> None:
-        """Limit the host memory that gradients take before there is a plan."""
-        self.host_bytes = min(self.host_bytes, host_bytes)
+    @property
+    def is_left_to_backward(self) -> bool:
+        """Whether backward decides whose gradients wait, as the host may lack room and there is no plan."""
+        return self.is_limited and self.planned is None
+
+    def limit(self, host_bytes: float, is_first: bool = True) -> None:
+        """Limit the host memory that gradients take before there is a plan.
+
+        Before the first step of an optimizer the smallest limit holds, as not all of them know of its state. Later ones
+        follow the memory that is free.
+        """
+        self.host_bytes = min(self.host_bytes, host_bytes) if is_first else host_bytes
 
     def follow_plan(self, planned: Collection[str] | None) -> None:
         """Have the gradients of these units wait; None leaves it to backward."""

@@ -100,7 +100,6 @@ class Optimizers:
             return
         with self._at_work:
             self._at_work.refuse_others()
-            self._at_work.continuing_thread = get_ident()
             optimizer_weights = self._weights_of(optimizer)
             for unit in optimizer_weights.units:
                 if unit.users:
@@ -140,6 +139,7 @@ class Optimizers:
                 self._steps.stream.show_all()
                 if any(unit.update.is_on_device for unit in optimizer_weights.units):
                     self._steps.visits.why_not = why_not or ""
+            self._at_work.continuing_thread = get_ident()
 
     def _without_weights(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Copy a param group without the weights that are stepped unit by unit."""
