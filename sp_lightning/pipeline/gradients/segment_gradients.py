@@ -93,10 +93,11 @@ class Gradient:
 
     def drop(self) -> None:
         """Drop the engine's tensor, if there is one."""
-        if self.tensor is not None:
-            self.of_segment.note_one_less()
+        was_there = self.tensor is not None
         self.tensor = self.norm = None
         self.factors = ()
+        if was_there:
+            self.of_segment.note_one_less()
 
     def zero(self, to_none: bool) -> None:
         """Do what `zero_grad` does with the gradient: make it None, or zeros."""
@@ -331,6 +332,14 @@ class SegmentGradients:
         finally:
             if ticket.done:  # an interrupt may have ended the wait
                 self.ticket = None
+
+    def forget(self) -> None:
+        """Forget the gradients, in whichever state they are."""
+        for gradient in self.gradients:
+            gradient.tensor = gradient.norm = None
+        self.gathered = {}
+        self._stored, self._stored_count = Stored.NOWHERE, 0
+        self.ticket = self.landing = None
 
     def abandon(self) -> None:
         """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""

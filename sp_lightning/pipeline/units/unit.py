@@ -199,8 +199,8 @@ class Member:
                 prepare(twin)
             # where `functional_call` has put another tensor, that stays
             if entry.parameters.get(entry.key) is master:
+                entry.has_leaf = True  # an interrupt may come before the next line
                 entry.parameters[entry.key] = twin.parameter
-                entry.has_leaf = True
                 if entry.weight.leaf_count == 0 and entry.weight.leaf_departs:
                     twin.parameter.__class__ = entry.weight.leaf_class
                 entry.weight.leaf_count += 1
@@ -214,10 +214,10 @@ class Member:
             weight = entry.weight
             if not entry.has_leaf or (weight.twin.unit.resident and not resident_too):
                 continue
-            entry.has_leaf = False
             current = entry.parameters.get(entry.key)
             if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.other_twins):
                 entry.parameters[entry.key] = weight.master
+            entry.has_leaf = False
             weight.leaf_count -= 1
             if weight.leaf_count == 0 and weight.leaf_departs:
                 weight.twin.parameter.__class__ = DepartedLeaf
