@@ -28,14 +28,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from sp_lightning.pipeline.tensors_in import NUMBERS_AND_TEXTS, STATE_OF_MODULES
+from sp_lightning.pipeline.tensors_in import MOST_OBJECTS, NUMBERS_AND_TEXTS, STATE_OF_MODULES
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
 numpy: Any = sys.modules["numpy"]  # torch imports it
 _SMALL_BUFFER = 1 << 19  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED = 1 << 16  # bytes of a tensor, or of an array
-_MOST_OBJECTS = 100_000  # in a picture
 _PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}
 # kinds whose objects may have a state in which no forward is interested, or that nobody sees
 _BY_IDENTITY = (
@@ -102,7 +101,7 @@ class Look:
             else:
                 known.add(id(value))
                 parts = _parts_of(value)
-                if parts is None or len(waiting) + len(parts) > _MOST_OBJECTS:
+                if parts is None or len(waiting) + len(parts) > MOST_OBJECTS:
                     return object()
                 waiting += parts
                 picture.append((kind if _is_container(value) else id(value), len(parts)))

@@ -401,6 +401,31 @@ def test_a_look_reads_no_data() -> None:
         tracemalloc.stop()
         assert peak < memory.nbytes / 2
         assert "'data'" in (look.obstacle() or "")
+        assert looks.Look([], [module]).obstacle() == "changes what it is given"
+
+
+class ReturnsData(nn.Module):
+    """Returns what cannot be searched for tensors, beside its result; nothing that it saves is a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(torch.tanh(x + self.bias))
+        y.data_set = [0] * 200_000
+        return y
+
+
+def test_a_unit_that_returns_what_cannot_be_searched_keeps() -> None:
+    """Its second output could not be compared with the first."""
+
+    def story(run: Run) -> None:
+        run.normal_step("step", None)
+        assert run.pipe is None or run.pipe.stats.recomputed == 1
+
+    build = lambda: Chain([Block(), ReturnsData(), Block()])  # noqa: E731
+    assert_same_story(story, build, units=[Block, ReturnsData], activations="recompute")
 
 
 class EveryOther(Block):
