@@ -67,6 +67,8 @@ def together(steps: Sequence[Pass]) -> list[Pass]:
     joined = 0  # elements of the last row
     for step in steps:
         size = step.memory.weight.numel()
+        if size == 0:  # there is nothing to do, and no memory that could be a neighbor's
+            continue
         if rows and joined + size <= PIECE and _goes_on(rows[-1][-1], step):
             rows[-1].append(step)
             joined += size

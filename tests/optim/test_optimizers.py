@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sp_lightning import optim
-from sp_lightning.optim import passes
+from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import moment_in
 
 from ..helpers import torchs_defaults
@@ -317,9 +317,23 @@ def test_compiling_a_kernel_is_said_once(tmp_path):
     assert both.stderr.count("has compiled a kernel") == 1
 
 
-def test_a_weight_without_elements():
-    weight = torch.nn.Parameter(torch.empty(0, 3))
-    weight.grad = torch.empty(0, 3)
-    optimizer = optim.AdamW([weight])
-    optimizer.step()
-    assert optimizer.state[weight]["step"] == 1
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("by", ["kernels", "torch", "torch, together"])
+def test_a_weight_without_elements(by, moments, monkeypatch):
+    """Beside others, and beside another one."""
+    if by != "kernels":
+        chosen = on_device.together if by == "torch, together" else list
+        monkeypatch.setattr(passes, "_run_kernels", lambda steps: [*map(on_device.step_on_device, chosen(steps))])
+
+    def trained(shapes):
+        weights = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = optim.AdamW(weights, moments=moments)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(state["step"] == 1 for state in optimizer.state.values())
+        return [weight.detach() for weight in weights]
+
+    trained([(0, 3)])
+    assert torch.equal(trained([(0,), (0,), (4, 5), (0, 3)])[2], *trained([(4, 5)]))
