@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -289,14 +288,46 @@ def test_torchs_default_dtype_and_device_are_not_those_of_state(moments):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_weight_that_was_laid_out_anew_is_said():
-    p = torch.nn.Parameter(torch.zeros(4, 8))
-    own = optim.AdamW([p])
-    for match in (None, "optimizer state have different strides"):
-        p.grad = torch.ones_like(p)
-        with nullcontext() if match is None else pytest.raises(RuntimeError, match=match):
-            own.step()
-        p.data = p.data.t().contiguous().t()
+CHANGES = {
+    "longer": ((10,), lambda data: data.new_zeros(20)),
+    "taller": ((5, 8), lambda data: data.new_zeros(9, 8)),
+    "shorter": ((9, 8), lambda data: data.new_zeros(5, 8)),
+    "in another order": ((4, 8), lambda data: data.t().contiguous().t()),
+    "with gaps": ((4, 8), lambda data: data.new_zeros(4, 16)[:, ::2]),
+    "in another dtype": ((4, 8), lambda data: data.to(torch.bfloat16 if data.itemsize == 4 else torch.float)),
+    "in FP16": ((4, 8), lambda data: data.half()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_that_was_changed_is_said(change, moments, dtype):
+    """Kernels would read and write beyond its state, or misread it. The step is not counted."""
+    shape, make = CHANGES[change]
+    p = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    own = optim.AdamW([p], moments=moments)
+    p.grad = torch.ones_like(p)
+    own.step()
+    p.data, p.grad = make(p.data), None
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="has optimizer state or a gradient for another shape.*make a new optimizer"):
+        own.step()
+    assert own.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_state_and_gradients_of_other_shapes_are_refused_as_torch_refuses_them(name):
+    for is_first in (True, False):
+        for module in (torch.optim, optim):
+            p = torch.nn.Parameter(torch.zeros(10))
+            optimizer = getattr(module, name)([p])
+            p.grad = torch.ones(10)
+            if not is_first:
+                optimizer.step()
+            p.data = torch.zeros(20)  # the gradient is the one from before
+            with pytest.raises(RuntimeError):
+                optimizer.step()
 
 
 @pytest.mark.slow
