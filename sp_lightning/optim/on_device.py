@@ -24,6 +24,11 @@ BYTES_MEANWHILE = 24
 """What each of them takes of the device's memory at most, while it is stepped."""
 
 
+def bytes_of_step(numbers: int) -> int:
+    """Return the bytes of device memory that a step of so many elements takes, beside what it reads and writes."""
+    return BYTES_MEANWHILE * min(PIECE, numbers)
+
+
 class Effort(NamedTuple):
     """What a pass takes of a device.
 

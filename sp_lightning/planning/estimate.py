@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sp_lightning.optim.on_device import bytes_of_step
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.finder import find_units
@@ -228,5 +229,6 @@ def _work(unit: Unit, given: Assumptions, facts: ModelFacts, policies: Sequence[
         backward_seconds=forward * (1 + masters / max(1, weights)) + _ATTENTION_BACK * attention,
         step_bytes=work.step_bytes + lowered + added,
         ways=ways_of([call], forward + attention, policies),
+        piece_bytes=bytes_of_step(sum(weight.master.numel() for weight in trained)) if given.moments else 0,
         sum_bytes=sums,
     )

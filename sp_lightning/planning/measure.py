@@ -89,14 +89,16 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     is_stepped = trains and any(master.requires_grad for master in masters)
     # the first process, which has the optimizers' state, plans for all; in an evaluation, each does so for itself
     plans = processes is None or processes.is_planner
-    return work_of(
+    on_accelerator = is_stepped and engine.backend.device.type != "cpu"
+    work = work_of(
         unit,
         states.nbytes(masters),
-        states.bytes_of_step(masters) if is_stepped and engine.backend.device.type != "cpu" else 0,
+        states.bytes_of_step(masters) if on_accelerator else 0,
         trains=trains,
         lives=plans and (is_free or not is_stepped) and (not trains or states.may_live_on_device(masters)),
         visits=is_free and processes is None and states.may_visit(unit, engine.steps.fused),
     )
+    return replace(work, piece_bytes=states.bytes_of_piece(masters) if on_accelerator else 0)
 
 
 def _with_sums(work: UnitWork, micro_steps: int) -> UnitWork:

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from sp_lightning.optim.on_device import BYTES_MEANWHILE, PIECE
+from sp_lightning.optim.on_device import PIECE, bytes_of_step
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.gradients.landing import landing_buffers, three_buffers
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.window.places import place_in_arena
-from sp_lightning.planning.work import Choice, Way, Workload
+from sp_lightning.planning.work import Choice, UnitWork, Way, Workload
 
 
 def device_bytes(workload: Workload, choice: Choice) -> int:
@@ -39,8 +39,13 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
     streamed = [unit.weight_bytes for number, unit in enumerate(everything) if number not in living]
     resident = 0 if len(workload.units) in living else streamed.pop()
     pieces = max((everything[number].visit_bytes for number in choice.visiting), default=0)
-    living_bytes = sum(everything[number].bytes_on_device for number in living)
+    living_bytes = bytes_that_stay([everything[number] for number in living])
     return _arena_bytes(tuple(streamed), choice.k) + resident + living_bytes + pieces
+
+
+def bytes_that_stay(living: Sequence[UnitWork]) -> int:
+    """Return the device memory for units that live there, and for a piece of one of them while it is updated."""
+    return sum(unit.bytes_on_device for unit in living) + max((unit.piece_bytes for unit in living), default=0)
 
 
 def gradient_bytes(workload: Workload, choice: Choice) -> int:
@@ -171,8 +176,8 @@ def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
 
 def bytes_of_pieces(nbytes: int, numbers: int) -> int:
     """Return the device memory for the pieces of a visit of so many bytes that steps so many numbers, and its steps."""
-    of_piece = min(PIECE, numbers)
-    return (PIECES_AT_ONCE * nbytes // max(1, numbers) + BYTES_MEANWHILE) * of_piece
+    of_pieces = PIECES_AT_ONCE * min(PIECE, numbers) * nbytes // max(1, numbers)
+    return of_pieces + bytes_of_step(numbers)
 
 
 def ways_of(

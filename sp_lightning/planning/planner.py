@@ -22,7 +22,7 @@ from typing_extensions import override
 from sp_lightning.pipeline import Engine, Planner, WindowPlan, available_host_memory
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
-from sp_lightning.planning.memory import host_bytes
+from sp_lightning.planning.memory import bytes_that_stay, host_bytes
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Choice, Machine, UnitWork, Workload
 
@@ -136,7 +136,7 @@ class AutoPlanner(Planner):
             visiting=tuple(workload.units[number].name for number in choice.visiting),
             waiting=tuple(workload.everything[number].name for number in choice.waiting),
             defers_visits=choice.defers_visits,
-            on_device_bytes=sum(unit.bytes_on_device for unit in living),
+            on_device_bytes=bytes_that_stay(living),
             step_seconds=prediction.seconds,
             bottleneck=prediction.bottleneck,
             device_bytes=prediction.device_bytes,

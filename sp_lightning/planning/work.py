@@ -45,6 +45,7 @@ class UnitWork:
     ways: tuple[Way, ...] = (Way("keep", held=0, working=0),)
     # with gradients and optimizer state, if it lives there; 0 if it may not
     bytes_on_device: int = 0
+    piece_bytes: int = 0  # of the device, while one piece after the other of it is updated where it lives
     # state, masters and new weights that a visit sends up and down; 0 if it may not visit
     visit_up: int = 0
     visit_down: int = 0

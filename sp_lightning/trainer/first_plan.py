@@ -16,7 +16,7 @@ from sp_lightning.pipeline import Pipeline, WindowPlan, available_host_memory
 from sp_lightning.pipeline.optimizer.living import States
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.planning.measure import work_of
-from sp_lightning.planning.memory import first_choice, first_host_bytes
+from sp_lightning.planning.memory import bytes_that_stay, first_choice, first_host_bytes
 from sp_lightning.planning.work import UnitWork, Workload
 from sp_lightning.trainer.host_memory import state_bytes
 
@@ -54,8 +54,7 @@ def keep_units_on_device(
     staying = [works[number] for number in first.living]
     if staying:
         names = tuple(work.name for work in staying)
-        on_device_bytes = sum(work.bytes_on_device for work in staying)
-        pipeline.keep_on_device(WindowPlan(first.k, on_device=names, on_device_bytes=on_device_bytes))
+        pipeline.keep_on_device(WindowPlan(first.k, on_device=names, on_device_bytes=bytes_that_stay(staying)))
     if gradients_pass or not some_may_wait:
         return math.inf
     return host_room - sum(work.host_bytes for number, work in enumerate(works) if number not in first.living)
@@ -71,4 +70,5 @@ def _work_before_steps(unit: Unit, optimizers: Sequence[Optimizer], micro_steps:
         meanwhile=states.bytes_of_step(masters) if on_accelerator else 0,
         lives=states.may_live_on_device(masters),
     )
-    return replace(work, sum_bytes=work.master_bytes if micro_steps > 1 else 0)
+    piece = states.bytes_of_piece(masters) if on_accelerator else 0
+    return replace(work, sum_bytes=work.master_bytes if micro_steps > 1 else 0, piece_bytes=piece)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
+from sp_lightning import optim
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT
 from sp_lightning.pipeline.optimizer.living import States
@@ -86,11 +88,15 @@ def test_they_come_and_go_one_after_another(device: torch.device) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", BY_ELEMENT)
-def test_what_torchs_own_step_takes_is_counted(kind: type[Optimizer], device: torch.device) -> None:
-    weights = [nn.Parameter(torch.randn(512, 512, device=device)) for _ in range(8)]
+OURS = [partial(optim.AdamW, moments=moments) for moments in ("fp32", "int8")]
+
+
+@pytest.mark.parametrize("kind", [*BY_ELEMENT, *OURS])
+def test_what_a_step_takes_is_counted(kind: Callable[[Any], Optimizer], device: torch.device) -> None:
+    weights = [nn.Parameter(torch.randn(512, 512, device=device).bfloat16()) for _ in range(8)]
     optimizer = kind(weights)
-    counted = States([optimizer]).bytes_of_step(weights)
+    states = States([optimizer])
+    counted = states.bytes_of_step(weights) + states.bytes_of_piece(weights)
     for _ in range(2):
         for weight in weights:
             weight.grad = torch.randn_like(weight)

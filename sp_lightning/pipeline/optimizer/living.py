@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.optim.on_device import bytes_of_step
 from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.processes.distributed import Processes
@@ -113,6 +114,13 @@ class States:
                     stepped = [parameter for parameter in group["params"] if id(parameter) in trained]
                     nbytes += times * sum(parameter.nbytes for parameter in stepped)
         return nbytes
+
+    def bytes_of_piece(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the bytes that our optimizers take there while they step one piece of parameters after the other."""
+        trained = {id(parameter): parameter.numel() for parameter in parameters if parameter.requires_grad}
+        ours = [optimizer for optimizer in self._optimizers if type(optimizer) in OURS]
+        stepped = {id(parameter) for optimizer in ours for parameter in parameters_of(optimizer)}
+        return bytes_of_step(sum(trained[identity] for identity in trained.keys() & stepped))
 
     # -------------------------------------------------------------------------------------------------------- moving it
 
