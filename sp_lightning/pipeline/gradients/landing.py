@@ -87,7 +87,7 @@ class LandingBuffers:
         """Make buffers if there are none; where gradients wait, make larger ones if none is large enough."""
         if not self._buffers:
             self._make(self._arriving_bytes)
-        if nbytes > self._buffers[-1].bytes.nbytes and self._waiting.is_limited:
+        if nbytes > self._buffers[-1].bytes.nbytes and self._waiting.may_happen:
             self._released.wait_for(lambda: not any(buffer.users for buffer in self._buffers))
             self.free_memory()
             self._make([*self._sum_bytes, nbytes])
@@ -104,7 +104,7 @@ class LandingBuffers:
         self._buffers = [LandingBuffer(buffer, self._released) for buffer in host_buffers]
 
     def _sizes(self, unit_sizes: Sequence[int]) -> list[int]:
-        if self._waiting.is_limited:
+        if self._waiting.may_happen:
             return three_buffers(unit_sizes)
         return sorted(unit_sizes)[-landing_buffers(len(unit_sizes)) :]
 

@@ -134,6 +134,12 @@ class Routes:
         self._backend = window.backend
         self._stats = window.stats
 
+    def drop_buffers(self) -> None:
+        """Let go of all buffers, when no copy is under way."""
+        self._norms.clear()
+        self.staging.drop_buffers()
+        self.landing.free_memory()
+
     def send(self, of_segment: SegmentGradients, route: Route, more_comes: bool) -> None:
         """Send what was gathered by a route; `more_comes` tells whether others are expected, to be added."""
         if route is Route.KEEP:

@@ -285,8 +285,7 @@ class GradientStream:
         self.show_all()
         for of_segment in self._by_segment:
             of_segment.beside.forget()
-        self.routes.staging.drop_buffers()
-        self.routes.landing.free_memory()
+        self.routes.drop_buffers()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:

@@ -51,6 +51,11 @@ class WaitingRoom:
         return math.isfinite(self.host_bytes)
 
     @property
+    def may_happen(self) -> bool:
+        """Whether any gradients may wait: by the plan, or because the host may lack room."""
+        return self.is_limited if self.planned is None else bool(self.planned)
+
+    @property
     def is_left_to_backward(self) -> bool:
         """Whether backward decides whose gradients wait, as the host may lack room and there is no plan."""
         return self.is_limited and self.planned is None

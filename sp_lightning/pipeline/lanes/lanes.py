@@ -193,8 +193,7 @@ class Job(Ticket):
         try:
             if failed is not None:
                 raise failed
-            for earlier in self.after:
-                earlier.join()
+            self._await_earlier()
             self.began = time.perf_counter()
             self.action()
         except BaseException as error:
@@ -205,6 +204,11 @@ class Job(Ticket):
         except BaseException as error:
             self.error = self.error or error
         self.finish()
+
+    def _await_earlier(self) -> None:
+        # In a function of its own: a variable of `run` would keep the last ticket, and device memory, beyond its end.
+        for earlier in self.after:
+            earlier.join()
 
     def finish(self) -> None:
         """Mark the job as done, and wake its waiters; before that, release what it refers to."""

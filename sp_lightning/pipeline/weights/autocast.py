@@ -180,6 +180,10 @@ class Casts:
             for weight in watched:
                 weight.leaf_class = LoweredParameter
 
+    def leave_device(self) -> None:
+        """Release what is on the device."""
+        self._probe = None
+
     def note_cast(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
         """Note that autocast casts a weight. If nothing else uses it, it is sent lowered from then on.
 

@@ -223,6 +223,7 @@ class Weight:
         self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
         self.stays_on_device = True
         self.has_used_gradient = False  # its `.grad` is the user's from now on
+        self.casts = {}  # their nodes hold device memory
 
     def locate_master(self) -> int:
         """Locate the master, which `p.data = ...` may have put into other memory, or back; return its version.

@@ -340,5 +340,6 @@ class Arrangement:
                 twin.refuse_gradients()
         for segment in self.segments:
             segment.copies.clear()
+        self.learned.casts.leave_device()
         if not any(unit.readers.handles for unit in self.in_window):  # otherwise a graph holds weights
             self.leave_places()
