@@ -89,6 +89,9 @@ class LandingBuffers:
             self._make(self._arriving_bytes)
         if nbytes > self._buffers[-1].bytes.nbytes and self._waiting.may_happen:
             self._released.wait_for(lambda: not any(buffer.users for buffer in self._buffers))
+            for buffer in self._buffers:
+                if buffer.last_reader is not None:
+                    buffer.last_reader.join()
             self.free_memory()
             self._make([*self._sum_bytes, nbytes])
 

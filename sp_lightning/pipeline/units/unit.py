@@ -105,8 +105,12 @@ class Unit:
 
     def abandon(self) -> None:
         """Treat it as absent, with no call inside, whatever is there: after an exception, or for another place."""
-        self.presence.abandon()
         self.users = 0
+        self.lose_bytes()
+
+    def lose_bytes(self) -> None:
+        """Note that nothing of it is on the device."""
+        self.presence.abandon()
         for segment in self.segments:
             segment.epoch_on_device = NOTHING
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
+from contextlib import suppress
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -128,8 +129,7 @@ class Window(MasterAccess):
         if unit.presence.residency is Residency.ABSENT:
             self.stats.misses += 1
             self._load(unit)
-        for ticket in unit.presence.uploads:
-            self.backend.trace.wait(ticket, "weights")
+        self._await_uploads(unit)
         if unit.update.ticket is not None:
             unit.update.ticket.keeps_alive = ()
         unit.presence.become(Residency.READABLE)
@@ -206,11 +206,22 @@ class Window(MasterAccess):
         """Treat the device's copy of a unit, which is not absent, as gone."""
         if unit.presence.residency is Residency.READABLE:
             self.write_back(unit.weights)
-        # Nobody has waited for this copy, and copies need not keep their order.
         else:
+            # Nobody has waited for this copy, and copies need not keep their order. If it comes after work that has
+            # failed, that is raised to whoever waits for the work.
+            with suppress(Exception):
+                self._await_uploads(unit)
+        if unit.presence.residency is not Residency.ABSENT:
+            unit.presence.become(Residency.ABSENT)
+
+    def _await_uploads(self, unit: Unit) -> None:
+        """Make computing wait for the copies of a unit. If one has failed, the unit is absent."""
+        try:
             for ticket in unit.presence.uploads:
                 self.backend.trace.wait(ticket, "weights")
-        unit.presence.become(Residency.ABSENT)
+        except BaseException:
+            unit.lose_bytes()
+            raise
 
     def _load(self, unit: Unit) -> None:
         self.settled = False

@@ -217,11 +217,11 @@ def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
     pipeline.detach()
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_a_visit_that_fails_raises(begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("begins", "delay"), [(False, 0.0), (True, 0.0), (True, 0.02)])
+def test_a_visit_that_fails_raises(begins: bool, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a step does for which there is no memory. The next step is right, and its units visit."""
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0, 1]))
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=HostBackend(), planner=planner)
+    model, planner, backend = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0, 1])), HostBackend(max_delay=delay)
+    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
     optimizer = AdamW(model.parameters(), fused=True)
 
     def fail(*_: object) -> None:
@@ -236,6 +236,7 @@ def test_a_visit_that_fails_raises(begins: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "lie_in", fail)
     with pytest.raises(RuntimeError, match="no memory for pieces"):
         step(model, optimizer)
+        step(model, optimizer)  # it raises here if copies are late
     if begins:
         with pytest.raises(RuntimeError, match="no memory for pieces"):
             model.blocks[0].up.weight.sum()
