@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.optim import AdamW
+from sp_lightning.optim import AdamW, on_device
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer import pieces
 from sp_lightning.planning import AutoPlanner, memory
@@ -113,7 +113,7 @@ BUDGETS = [units * 2 * NUMBERS + 24 * PIECE for units in (26, 60)]  # for so man
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pieces, memory):
+    for module in (on_device, pieces, memory):
         monkeypatch.setattr(module, "PIECE", PIECE)
 
 
