@@ -203,7 +203,7 @@ class Arrangement:
         units = self.all_units
         self.parameters_on_device = [weight.master for unit in units for weight in unit.weights_on_device]
         self.weights = [weight for unit in units for weight in unit.weights]
-        present = self._memory.nbytes_for("copies") + self._memory.nbytes_for("gradients")
+        present = sum(map(self._memory.nbytes_for, ("copies", "gradients", "sums")))
         has_limit = self.budget is not None or self._backend.memory() is not None
         may_wait = has_limit and not self._memory.is_shared
         self.room_for_gradients = room_for_gradients(units, present, may_wait)
