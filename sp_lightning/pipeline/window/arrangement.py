@@ -334,11 +334,12 @@ class Arrangement:
             # Saved weights refer to units, which must not refer to the module (see graphs.py).
             unit.members.clear()
         # This object is part of reference cycles. Memory must not stay until the garbage collector comes.
+        for segment in self.segments:
+            segment.leave_shared_memory()
+            segment.copies.clear()
         for weight in self.every_weight:
             weight.leave_host()
             for twin in (weight.twin, *weight.other_twins):
                 twin.refuse_gradients()
-        for segment in self.segments:
-            segment.copies.clear()
         if not any(unit.readers.handles for unit in self.in_window):  # otherwise a graph holds weights
             self.leave_places()
