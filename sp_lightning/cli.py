@@ -27,7 +27,14 @@ from torch import nn
 
 import sp_lightning
 from sp_lightning.check import check
-from sp_lightning.lightning_cli import PROGRAM, RUNS, arguments_of_cli, command_line, in_the_namespace_of_the_model
+from sp_lightning.lightning_cli import (
+    PROGRAM,
+    RUNS,
+    arguments_of_cli,
+    command_line,
+    in_one_sentence,
+    in_the_namespace_of_the_model,
+)
 from sp_lightning.pipeline.lanes.devices import full_device
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.known import (
@@ -88,7 +95,7 @@ def main() -> int:
         else:
             _run()
     except argparse.ArgumentError as error:
-        return _fail(str(error), 2)
+        return _fail(in_one_sentence(error), 2)
     except (OSError, ValueError) as error:
         # what our own command was given, or files that it cannot use; else what the strategy's constructor refused
         refused = re.findall(r"  - (`\w+=.*)", str(error))

@@ -203,9 +203,10 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         give_all_back()
-        again = self._attached.pop(id(module), None)
+        again = self._attached.get(id(module))
         if again is not None:
             again.pipeline.detach()
+            del self._attached[id(module)]
         self.module_to_device(module)
         if next(module.parameters(), None) is None:
             return module
@@ -338,9 +339,10 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
 
     @override
     def teardown(self) -> None:
-        for pipeline in self.pipelines:
-            pipeline.detach()
-        super().teardown()
+        with ExitStack() as ends:
+            ends.callback(super().teardown)
+            for pipeline in self.pipelines:
+                ends.callback(pipeline.detach)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricMixin:
         """Copies of what Fabric has wrapped, as of a model for an average, keep the strategy."""

@@ -6,6 +6,7 @@ It needs jsonargparse, which the extra `sp-lightning[cli]` installs, and nothing
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -35,7 +36,29 @@ def in_the_namespace_of_the_model(call: Callable[[str], Result]) -> Result:
         used = [name for name in others if name in sys.modules]
         if not used or "does not correspond to a subclass" not in str(error):
             raise
-    return call(used[0])
+        in_first = error
+    try:
+        return call(used[0])
+    except argparse.ArgumentError as error:
+        if 'Parser key "model"' not in str(error):
+            raise
+    # the model belongs to neither, or to the first: then the data is what does not belong there
+    raise in_first
+
+
+def in_one_sentence(error: argparse.ArgumentError) -> str:
+    """Say what is wrong with an argument; of a class, without jsonargparse's list of all types that it has tried."""
+    text = re.sub(rf"(?<=required: )({'|'.join(RUNS)})\.model", "--model", str(error))
+    option = re.match(r'Parser key "(model|data)"', text)
+    cause: BaseException | None = error
+    while cause is not None and "Union subtypes" in str(cause):
+        cause = cause.__cause__
+    if option is None or cause is None:
+        return text
+    reason = " ".join(str(cause).split())
+    if isinstance(cause, (argparse.ArgumentError, TypeError, ValueError)):  # jsonargparse's own
+        return f"`--{option[1]}`: {reason}"
+    return f"`--{option[1]}` cannot be imported: {type(cause).__name__}: {reason}"
 
 
 def command_line(namespace: str) -> Any:

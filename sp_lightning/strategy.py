@@ -284,10 +284,9 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             self.optimizers = optimizers
 
     def _detach(self) -> None:
-        pipeline = self.pipeline
+        if self.pipeline is not None:
+            self.pipeline.detach()
         self.pipeline = None
-        if pipeline is not None:
-            pipeline.detach()
 
     @override
     def __getstate__(self) -> dict[str, Any]:

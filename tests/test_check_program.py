@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning.pytorch.callbacks
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import cli
@@ -26,18 +29,39 @@ HERE = "tests.test_check_program"
 
 
 class Net(L.LightningModule):
-    """Blocks with random numbers, and an alias of a weight, which a run leaves behind (docs/limits.md)."""
+    """Blocks with random numbers, and an alias of a weight, which a run leaves behind (docs/limits.md).
 
-    def __init__(self, reads_alias: bool = False, writes_alias: bool = False, steps: bool = True) -> None:
+    Args:
+        late: How weights change after callbacks have seen the end of a batch.
+        times: Where a time is: in a "metric", an output of the step and a buffer, or in the "loss".
+    """
+
+    def __init__(
+        self, reads_alias: bool = False, writes_alias: bool = False, steps: bool = True, late: str = "", times: str = ""
+    ) -> None:
         super().__init__()
         self.automatic_optimization = steps
+        self.late, self.times = late, times
         self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(4)])
         self.reads_alias, self.writes_alias = reads_alias, writes_alias
         self.alias = [self.blocks[2][0].weight.detach()]
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False) if late == "average" else None
+        self.register_buffer("clock", torch.zeros(()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.blocks(batch[0]).square().mean()
-        return loss + self.alias[0].sum() if self.reads_alias else loss
+        if self.reads_alias:
+            loss = loss + self.alias[0].sum()
+        seconds = time.perf_counter()
+        if self.times == "metric":
+            self.clock.fill_(seconds)
+            self.log_dict({"seconds": seconds, "logged": loss})
+        return {"loss": loss * seconds if self.times == "loss" else loss, "time": self.clock.clone()}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for weight, average in zip(self.blocks.parameters(), (self.average or self.blocks).parameters(), strict=True):
+            if self.late:
+                average.data.lerp_(weight, 0.1).clamp_(-0.1, 0.1)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -102,6 +126,29 @@ def test_a_right_program(check: Check, tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
+@pytest.mark.parametrize(
+    "ways", [slice(3, 5), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["two ways", "all ways"]
+)
+@pytest.mark.parametrize("change", ["--model.late=average", "--model.late=clamp", "EMAWeightAveraging"])
+def test_weights_that_change_late(change: str, ways: slice, check: Check) -> None:
+    """By hooks that run after the end of a batch was noted: the last weights are not those of the last step."""
+    if change == "EMAWeightAveraging":
+        if not hasattr(lightning.pytorch.callbacks, change):  # as in Lightning 2.5
+            pytest.skip("needs Lightning 2.6")
+        change = f"--trainer.callbacks=lightning.pytorch.callbacks.{change}"
+    status, lines = check(f"--model={HERE}.Net", change, f"--data={HERE}.Data", "--steps=3", ways=ways)
+    assert status == 0, lines
+
+
+def test_metrics_that_plain_training_does_not_repeat(check: Check) -> None:
+    """Times are no reason to refuse a program: they are named, and everything else is compared."""
+    times = ["--model.times=metric", "--steps=2"]
+    status, lines = check(f"--model={HERE}.Net", *times, f"--data={HERE}.Data", ways=slice(3, 5))
+    assert status == 0, lines
+    left_out = "the output time, the buffer clock, the metric seconds"
+    assert lines[1] == f"Not compared (different in the two plain runs): {left_out}"
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("wrong", "named"),
@@ -121,11 +168,15 @@ def test_a_wrong_program(wrong: str, named: str, first: int, check: Check) -> No
     assert named in lines[-1]
 
 
-def test_a_program_that_does_not_repeat_itself(check: Check) -> None:
+@pytest.mark.parametrize(
+    ("cause", "named"),
+    [("--data.has_seed=false", "the batch 1"), ("--model.times=loss", "the gradient of blocks.0.0.weight in step 1")],
+)
+def test_a_program_that_does_not_repeat_itself(cause: str, named: str, check: Check) -> None:
     """It cannot be compared with anything, and what changes first is named."""
-    status, lines = check(f"--model={HERE}.Net", f"--data={HERE}.Data", "--data.has_seed=false")
+    status, lines = check(f"--model={HERE}.Net", f"--data={HERE}.Data", cause)
     assert status == 1
-    assert "plain training does not repeat itself: the batch 1 differs between two runs" in lines[-1]
+    assert f"plain training does not repeat itself: {named} differs between two runs" in lines[-1]
 
 
 def test_a_way_that_fails(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +203,28 @@ def test_a_way_that_fails(check: Check, monkeypatch: pytest.MonkeyPatch) -> None
         ([f"--model={HERE}.Net", f"--data={HERE}.Data", "--model.steps=false"], "Net took no optimizer step"),
         ([f"--model={HERE}.Net", "--steps=0"], "`--steps 0` must be at least 1"),
         (["foo", f"--model={HERE}.Net"], "`device='foo'`"),
+        ([f"--model={HERE}.Net"], "Net has no training data: add `--data CLASS`, a LightningDataModule, or define"),
+        ([f"--data={HERE}.Data"], "the following arguments are required: --model"),
+        ([f"--model={HERE}.Nett"], f"`--model`: Problem with given class_path '{HERE}.Nett': module "),
+        (["--model=nowhere.Net"], "`--model`: Problem with given class_path 'nowhere.Net': No module named 'nowhere'"),
+        ([f"--model={HERE}.Net", f"--data={HERE}.Net"], f"`--data`: Import path {HERE}.Net does not correspond to"),
+        ([f"--model={HERE}.Net", "--model.late=1", "--model.nope=1"], "Net': Option 'nope' is not accepted"),
+        (["--model=lightning.LightningModule", f"--data={HERE}.Data"], "LightningModule cannot be trained: No `trai"),
     ],
 )
 def test_what_cannot_be_checked(arguments: list[str], says: str, check: Check) -> None:
+    """In one line, without a traceback."""
     status, lines = check(*arguments)
     assert status == 2
-    assert says in lines[-1]
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+def test_a_module_that_fails_when_it_is_imported(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text('{}["DATA"]')
+    monkeypatch.syspath_prepend(tmp_path)
+    error = "sp-lightning: error: `--model` cannot be imported: KeyError: 'DATA'"
+    assert check("--model=broken.Net") == (2, [error])
 
 
 def test_digests() -> None:
@@ -171,9 +238,9 @@ def test_digests() -> None:
 @pytest.mark.parametrize(
     ("plain", "streamed", "relative", "says"),
     [
-        ([1.0, -4.0], [1.5, -4.0], 0.125, "differs by up to 5.0e-01; plain training has up to 4.0e+00"),
+        ([1.0, -4.0], [1.5, -4.0], 0.125, "differs by up to 5.0e-01 (largest value 4.0e+00)"),
         ([math.nan, 1.0, math.inf], [math.nan, 1.0, math.inf], 0.0, "differs, but not every time"),
-        ([1.0], [math.nan], math.inf, "differs by up to inf; plain training has up to 1.0e+00"),
+        ([1.0], [math.nan], math.inf, "differs by up to inf (largest value 1.0e+00)"),
         ([1.0], [1.0, 2.0], math.inf, "differs: its shape is (2,), not (1,)"),
         ([1.0], None, math.inf, "differs: streamed training has none"),
     ],

@@ -141,6 +141,7 @@ def test_the_default_is_our_strategy(command, package, ours, trainers):
         ("fit --config nowhere.yaml", "nowhere.yaml"),
         ("fit --model nowhere.Net", "No module named 'nowhere'"),
         ("fit --model torch.nn.Linear", "does not correspond to a subclass of LightningModule"),
+        (f"fit --model {BORING} --data {BORING}", f"error: `--data`: Import path {BORING} does not correspond to a"),
         (f"fit --model {BORING} --trainer.strategy.k=many", "many"),
         (f"fit --model {BORING} --trainer.strategy.prefetch=3", "prefetch"),
         (f"fit --model {BORING} --trainer.strategy.k=0", "error: `k=0` must be 'auto' or an integer of at least 1.\n"),

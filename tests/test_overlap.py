@@ -11,7 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, OnExceptionCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -338,24 +339,83 @@ class Reading(Module):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if index == 1:
-            self.found = [p.grad for p in self.parameters()]
+            self.losses += [p.grad.clone() for p in self.parameters()]
         return super().training_step(batch, index)
 
 
-class ReadingLater(Reading):
+class ReadingLater(Module):
     def on_before_zero_grad(self, *args: Any) -> None:
         if self.trainer.global_step == 1:
             self.losses += [p.grad.clone() for p in self.parameters() if p.grad is not None]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("precision", "arguments"), [("bf16-mixed", {}), ("32-true", {"gradient_clip_val": 0.01})])
-def test_a_step_consumes_gradients(precision: Any, arguments: dict[str, Any]) -> None:
-    """Unless a hook is overridden that may look at them."""
-    module = Reading()
-    fit(module, SuperpipelineStrategy(k=2, units=[Block]), precision=precision, **arguments)
-    assert not any(gradient is not None for gradient in module.found)
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.01}
+
+
+@pytest.mark.parametrize(("precision", "arguments"), [("bf16-mixed", {}), ("32-true", CLIPPED)])
+def test_gradients_can_be_read_after_the_step(precision: Any, arguments: dict[str, Any]) -> None:
     assert_same_fit(ReadingLater, precision=precision, **arguments)
+    if arguments:
+        assert_same_fit(Reading, precision=precision, **arguments)
+
+
+def read_all(optimizer: Optimizer) -> Tensor:
+    return torch.stack([p.grad.norm() for p in optimizer.param_groups[0]["params"]]).norm()
+
+
+class ByNorm(torch.optim.lr_scheduler.LambdaLR):
+    def step(self, *args: Any) -> None:
+        if args or self.last_epoch >= 0:
+            read_all(self.optimizer)
+        super().step(*args)
+
+
+class OwnScheduler(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        scheduler = ByNorm(optimizer, lambda step: 0.8**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class OwnBar(TQDMProgressBar):
+    def get_metrics(self, trainer: L.Trainer, module: Any) -> Any:
+        if trainer.global_step:
+            read_all(trainer.optimizers[0])
+        return super().get_metrics(trainer, module)
+
+
+class OwnLogger(CSVLogger):
+    def __init__(self, module: Any) -> None:
+        super().__init__(".")
+        self.module = module
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        if self.module.global_step:
+            read_all(self.module.optimizers())
+
+
+class Logging(Module):
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.log("loss", loss := super().training_step(batch, index))
+        return loss
+
+
+READERS: dict[str, Callable[[], tuple[Module, dict[str, Any]]]] = {
+    "training_step": lambda: (Reading(), {}),
+    "scheduler": lambda: (OwnScheduler(), {}),
+    "bar": lambda: (Module(), {"callbacks": [OwnBar()], "enable_progress_bar": True}),
+    "logger": lambda: (module := Logging(), {"logger": OwnLogger(module), "log_every_n_steps": 1}),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_gradients_that_a_step_in_backward_has_used_are_never_missed(reader: str) -> None:
+    """Such a step keeps them only if a hook is overridden that may look at them."""
+    module, arguments = READERS[reader]()
+    with pytest.raises(RuntimeError, match="was used in an optimizer's step.*`overlap_optimizer=False`"):
+        fit(module, strategy_for(True), **arguments)
+    module, arguments = READERS[reader]()
+    fit(module, strategy_for(True, overlap_optimizer=False), **arguments)
 
 
 class Reads(Callback):
@@ -410,15 +470,15 @@ def test_what_decides_about_a_step_may_change_before_its_backward(cls: type[Modu
 
 
 class AccumulatesLater(Module):
-    """From the fourth batch on, two are added up: Lightning does not zero what the step before has used."""
+    """From the fourth batch on, two are added up, and Lightning does not zero what the step before has used."""
 
     def on_train_batch_start(self, batch: Tensor, index: int) -> None:
         self.trainer.accumulate_grad_batches = 1 if index < 3 else 2
 
 
-def test_accumulation_that_begins_within_an_epoch_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="was used in an optimizer's step, and was not zeroed since"):
-        fit(AccumulatesLater(), strategy_for(True))
+@pytest.mark.parametrize("arguments", [{}, CLIPPED], ids=str)
+def test_accumulation_that_begins_within_an_epoch(arguments: dict[str, Any]) -> None:
+    assert_same_fit(AccumulatesLater, precision="bf16-mixed", **arguments)
 
 
 class Leaving(Module):

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
-from sp_lightning.check_program.observer import Trace
+from sp_lightning.check_program.observer import Label, Trace
 
 
-def labels_after_an_update(plain: Trace) -> list[str]:
+def labels_after_an_update(plain: Trace) -> list[Label]:
     """Return the labels of numbers that come after an update, which a GPU rounds otherwise than the CPU."""
     labels = list(plain.digests)
-    first = next(index for index, label in enumerate(labels) if " after step " in label)
-    return [label for label in labels[first:] if not label.startswith(("the batch", "the number"))]
+    first = next(index for index, label in enumerate(labels) if label.when.startswith("after step"))
+    always_equal = ("the batch", "the number of steps")
+    return [label for label in labels[first:] if label.what not in always_equal]
 
 
-def first_difference(plain: Trace, other: Trace, leave_out: Collection[str] = ()) -> str | None:
+def differences(plain: Trace, other: Trace) -> Iterator[Label]:
+    """Yield the labels of numbers that are not those of plain training, in the order in which they were seen."""
+    return (label for label, found in other.digests.items() if plain.digests.get(label) != found)
+
+
+def first_difference(plain: Trace, other: Trace, leave_out: Collection[Label] = ()) -> Label | None:
     """Return the label of the first number that is not that of plain training."""
-    for label, found in other.digests.items():
-        if label not in leave_out and plain.digests.get(label) != found:
-            return label
-    return None
+    return next((label for label in differences(plain, other) if label not in leave_out), None)
 
 
 def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
@@ -48,7 +51,7 @@ def describe_difference(plain: Tensor | None, streamed: Tensor | None) -> str:
     apart = _largest_difference(plain, streamed)
     if apart == 0:
         return "differs, but not every time"
-    return f"differs by up to {apart:.1e}; plain training has up to {_largest(plain):.1e}"
+    return f"differs by up to {apart:.1e} (largest value {_largest(plain):.1e})"
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging
@@ -57,7 +58,17 @@ class ConfiguredProgram:
         strategy = asked.get("strategy")
         ours = isinstance(strategy, SuperpipelineMixin)
         self.options: PipelineOptions = strategy.options if ours else PipelineOptions()
-        self.name = type(self._cli.model).__name__
+        lightning = resolve_name(STRATEGIES[namespace]).lightning
+        self.misconfiguration: type[Exception] = lightning.misconfiguration
+        model = self._cli.model
+        self.name = type(model).__name__
+        is_overridden = resolve_name(f"{namespace}.utilities.model_helpers:is_overridden")
+        if self._cli.datamodule is None and not is_overridden("train_dataloader", model):
+            raise argparse.ArgumentError(
+                None,
+                f"{self.name} has no training data: add `--data CLASS`, a LightningDataModule, "
+                f"or define `train_dataloader` in {self.name}",
+            )
         self._release()
 
     def train(self, observer: Observer, way: Way | None, reads_gradients: bool) -> None:

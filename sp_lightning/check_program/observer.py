@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,15 +60,32 @@ class Counts:
         return ", ".join(parts)
 
 
+class Label(NamedTuple):
+    """A number that a run shows, and the moment at which a hook notes it: no two hooks share a label."""
+
+    what: str
+    when: str = ""
+    must_repeat: bool = True  # in a second run of plain training; a metric may be a time or a throughput
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.when}".strip()
+
+
 @dataclass
 class Trace:
     """What a run has shown: a digest for each label, in the order in which it was seen."""
 
-    digests: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Tensor | None] = field(default_factory=dict)  # those that were asked for
+    digests: dict[Label, str] = field(default_factory=dict)
+    values: dict[Label, Tensor | None] = field(default_factory=dict)  # those that were asked for
     steps: int = 0
     weight_bytes: int = 0  # of all weights, with what may be left free between them
     counts: Counts | None = None  # what the engine did; None in plain training
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Forget some numbers, at all moments."""
+        for noted in (self.digests, self.values):
+            for label in [label for label in noted if label.what in names]:
+                del noted[label]
 
 
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
@@ -84,7 +101,7 @@ class Observer:
         keep: The labels whose values are kept beside their digests.
     """
 
-    def __init__(self, look: Look, keep: Collection[str] = ()) -> None:
+    def __init__(self, look: Look, keep: Collection[Label] = ()) -> None:
         self.trace = Trace()
         self._look = look
         self._keep = keep
@@ -94,7 +111,7 @@ class Observer:
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
         """Note the batch, to tell different data from different numbers."""
         self._batches += 1
-        self._note_all(f"the batch {self._batches}", batch)
+        self._note_all("the batch", f"{self._batches}", batch)
 
     def on_before_optimizer_step(self, trainer: Any, module: nn.Module, optimizer: Optimizer) -> None:
         """Note the gradients of the weights that this optimizer is about to update."""
@@ -104,42 +121,48 @@ class Observer:
         updated = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         for name, weight in module.named_parameters():
             if id(weight) in updated:
-                self._note(f"the gradient of {name} in step {self._updates}", weight.grad)
+                label = Label(f"the gradient of {name}", f"in step {self._updates}")
+                self._note(label, weight.grad)
 
     def on_train_batch_end(self, trainer: Any, module: nn.Module, outputs: Any, *_: Any) -> None:
-        """Note the loss, and the weights if the optimizer has updated them."""
-        self._note_all(f"the loss of batch {self._batches}", outputs)
+        """Note the loss, other outputs, and the weights if the optimizer has updated them.
+
+        The module's own hook runs later, and may change weights once more.
+        """
+        for name, output in (outputs or {}).items():
+            is_loss = name == "loss"
+            what = "the loss" if is_loss else f"the output {name}"
+            self._note_all(what, f"of batch {self._batches}", output, must_repeat=is_loss)
         if self.trace.steps < trainer.global_step:
             self.trace.steps = trainer.global_step
             if self._look is not Look.RESULTS:
-                self._note_weights(module)
+                self._note_weights(module, f"after step {self.trace.steps}")
 
     def on_train_end(self, trainer: Any, module: nn.Module) -> None:
         """Note the last weights, and what the engine did."""
-        if self._look is Look.RESULTS:
-            self._note_weights(module)
+        self._note_weights(module, "at the end")
         for name, value in trainer.callback_metrics.items():
-            self._note(f"the metric {name}", value)
-        self.trace.digests["the number of steps"] = str(self.trace.steps)
+            self._note_all(f"the metric {name}", "", value, must_repeat=False)
+        self.trace.digests[Label("the number of steps")] = str(self.trace.steps)
         self.trace.weight_bytes = sum(weight.nbytes + _ALIGNED for weight in module.parameters())
         pipeline = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             self.trace.counts = Counts.of(pipeline)
 
-    def _note_weights(self, module: nn.Module) -> None:
-        when = f"after step {self.trace.steps}"
+    def _note_weights(self, module: nn.Module, when: str) -> None:
         for name, weight in module.named_parameters():
-            self._note(f"the weight {name} {when}", weight)
+            self._note(Label(f"the weight {name}", when), weight)
         for name, buffer in module.named_buffers():
-            self._note(f"the buffer {name} {when}", buffer)
+            self._note(Label(f"the buffer {name}", when, must_repeat=False), buffer)
 
-    def _note_all(self, label: str, values: Any) -> None:
+    def _note_all(self, what: str, when: str, values: Any, must_repeat: bool = True) -> None:
         """Note all tensors of a structure."""
         tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
         for number, tensor in enumerate(tensors):
-            self._note(label if number == 0 else f"{label}, tensor {number + 1}", tensor)
+            which = f"{when}, tensor {number + 1}" if number else when
+            self._note(Label(what, which, must_repeat), tensor)
 
-    def _note(self, label: str, value: Tensor | None) -> None:
+    def _note(self, label: Label, value: Tensor | None) -> None:
         self.trace.digests[label] = "none" if value is None else digest(value)
         if label in self._keep:
             copied = None if value is None else value.detach().to("cpu", copy=True)

@@ -35,7 +35,7 @@ U8, U16, U32 = np.uint8, np.uint16, np.uint32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
-"""Numba's cache on disk looks at a kernel's file only: this has it compile again when these have changed."""
+"""Numba's cache on disk looks at a kernel's file only. A kernel's name there has this, so changes compile it again."""
 
 
 # -------------------------------------------------------------------------------------------------- bits and memory

@@ -34,9 +34,8 @@ def state_after_dry_step(kind: type[Optimizer], groups: Iterable[Mapping[str, An
     on_meta = [{**group, **_ON_META, "params": _like(group["params"])} for group in groups]
     for group in on_meta:
         group.pop("param_names", None)
-    make_optimizer: Any = kind
     try:
-        optimizer: Optimizer = make_optimizer(on_meta)
+        optimizer = kind(on_meta)  # type: ignore[call-arg]  # only the base class needs defaults
         with torch.no_grad(), _AnyNumber():  # type: ignore[no-untyped-call]
             inspect.unwrap(type(optimizer).step)(optimizer)  # without global hooks, which are for real steps
     except Exception:

@@ -13,11 +13,13 @@ elements that are left over at the end of a tensor (`tail`) are compiled another
 from __future__ import annotations
 
 import logging
+import zlib
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import carray, cfunc, njit, prange, typeof, types
+from numba.core.registry import cpu_target
 
 from sp_lightning.optim.codecs import (
     F32,
@@ -113,11 +115,23 @@ _SIGNATURE = types.void(
 )
 
 
+# machine code depends on these files and on the CPU
+_MADE_FOR = zlib.crc32(repr((SOURCES, cpu_target.target_context.codegen().magic_tuple())).encode())
+
+
+def _on_disk(function: Any, *kind: int) -> Any:
+    """Return a function under a name on disk that only the same machine code has.
+
+    Functions of one name share an index. Processes that compile two of them at the same time may write them under the
+    same number, and would load each other's from then on.
+    """
+    function.__qualname__ = "_".join(map(str, (function.__name__, *kind, _MADE_FOR)))
+    return function
+
+
 @cache
 def kernel_of(kind: Kind) -> Any:
     """Return the loop of a kind, which steps a range of a weight."""
-    # the constants of a loop are part of its name on disk
-    sources = SOURCES
     number = {4: F32, 2: U16, 0: U16}
     weight, gradient, copy = number[kind.weight], number[kind.gradient], number[kind.copy]
     first, second = (I8, U8) if kind.is_coded else (number[kind.moment],) * 2
@@ -125,7 +139,6 @@ def kernel_of(kind: Kind) -> Any:
 
     def step(rule: Rule, scaling: Scaling, row: Any, begin: Any, end: Any, seed: Any) -> None:
         """Step a range in blocks: groups of codes, or whole vectors and the elements that are left over."""
-        _ = sources
         tail = end - (end - begin) % lanes
         block = tail - begin if tail > begin else end - begin
         if kind.is_coded:
@@ -146,13 +159,14 @@ def kernel_of(kind: Kind) -> Any:
             key = noise(seed, row[8] + start)
             _step_block(kind, rule, scaling, memory, size, start == tail, key)
 
-    kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(step)
+    kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_on_disk(step, *kind))
     if not kernel.cache_hits:  # a warning: nothing less is shown where nobody has set up logging
         _LOG.warning("sp_lightning.optim has compiled a kernel, once on this machine: AdamW or Adam, %s", kind)
     return kernel
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)
+@_on_disk
 def step_ranges(kernel: Any, rule: Rule, scaling: Scaling, rows: Any, ranges: Any, seed: Any) -> None:
     """Step weights, in ranges that threads share, by the loop of their kind.
 

@@ -91,8 +91,11 @@ def count_in(states: Sequence[State]) -> list[float]:
     return numbers
 
 
+def lies_like(tensor: Tensor, like: Tensor) -> bool:
+    """Tell whether a tensor has the shape of another one, and lies in memory as that does, on its device."""
+    return tensor.shape == like.shape and tensor.stride() == like.stride() and tensor.device == like.device
+
+
 def laid_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that lies in memory as `like` does, on its device: itself, or a copy."""
-    if tensor.stride() == like.stride() and tensor.device == like.device:
-        return tensor
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    """Return a tensor that lies in memory as `like` does, which has its shape: itself, or a copy."""
+    return tensor if lies_like(tensor, like) else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

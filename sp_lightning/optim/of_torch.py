@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.optim.layout import MOMENT_NAMES, fills_memory
+from sp_lightning.optim.layout import MOMENT_NAMES, fills_memory, lies_like
 from sp_lightning.optim.optimizers import Adam, AdamW
 from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
@@ -96,13 +96,7 @@ def scaling_of(factors: Iterable[float | Tensor]) -> Scaling | None:
 
 
 def _lies_like(weight: Tensor, other: Tensor | None, *dtypes: torch.dtype) -> bool:
-    return (
-        isinstance(other, Tensor)
-        and other.device == weight.device
-        and other.dtype in dtypes
-        and other.shape == weight.shape
-        and other.stride() == weight.stride()
-    )
+    return isinstance(other, Tensor) and other.dtype in dtypes and lies_like(other, weight)
 
 
 @cache

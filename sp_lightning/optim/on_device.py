@@ -67,6 +67,8 @@ def together(steps: Sequence[Pass]) -> list[Pass]:
     joined = 0  # elements of the last row
     for step in steps:
         size = step.memory.weight.numel()
+        if size == 0:  # there is nothing to do, and no memory that could be a neighbor's
+            continue
         if rows and joined + size <= PIECE and _goes_on(rows[-1][-1], step):
             rows[-1].append(step)
             joined += size
@@ -82,8 +84,11 @@ def _goes_on(last: Pass, step: Pass) -> bool:
     if not is_alike or last.group is not step.group:
         return False
     before, after = last.memory, step.memory
-    is_broken = before.first_scale is not None and before.weight.numel() % GROUP != 0
-    if before.gradient.dtype != after.gradient.dtype or is_broken:
+    # all groups of codes are whole, and belong to one weight
+    has_codes = before.first_scale is not None
+    if has_codes and any(memory.weight.numel() % GROUP for memory in (before, after)):
+        return False
+    if before.gradient.dtype != after.gradient.dtype:
         return False
     pairs = zip(before._replace(gradient=None), after._replace(gradient=None), strict=True)
     return all(_is_neighbor(one, other) for one, other in pairs)

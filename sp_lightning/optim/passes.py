@@ -7,6 +7,7 @@ gives it away. On a machine with 16 cores that took a third of the time of a ste
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,13 @@ from torch import Tensor
 
 from sp_lightning.optim.layout import (
     BLOCK,
+    GROUP,
     MOMENT_NAMES,
     State,
     count_in,
     fills_memory,
     laid_like,
+    lies_like,
     make_state,
     moment_in,
 )  # fmt: skip
@@ -55,23 +58,39 @@ def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> l
         for work in works:
             if not work.state:
                 work.state.update(make_state(work.weight, group))
+    taken_by = [taken(work) for work in works]
     steps = count_in([work.state for work in works])
-    return [Pass(update, group, step, *taken(work)) for work, step in zip(works, steps, strict=True)]
+    return [Pass(update, group, step, *each) for step, each in zip(steps, taken_by, strict=True)]
 
 
 def taken(work: Work) -> tuple[Memory, Scaling]:
     """Return what a pass reads and writes, and what is done to the gradient."""
     weight, gradient, state, copy, scaling = work
     assert scaling is not None
-    low = state.get("low")
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
-    if any(kept is not None and kept.stride() != weight.stride() for kept in (low, first, second)):
-        raise RuntimeError(
-            "A parameter and its optimizer state have different strides. Make a new optimizer after such a change."
-        )
-    if gradient is not None:
+    if gradient is not None and gradient.shape == weight.shape:
         gradient = laid_like(gradient, weight)
-    return Memory(weight, low, gradient, first, second, copy, first_scale, second_scale), scaling
+    memory = Memory(weight, state.get("low"), gradient, first, second, copy, first_scale, second_scale)
+    _check(memory)
+    return memory, scaling
+
+
+def _check(memory: Memory) -> None:
+    """Raise unless all that a pass reads and writes lies as the weight does: kernels know addresses alone."""
+    weight = memory.weight
+    in_bf16 = memory.low is not None or memory.first.dtype == torch.bfloat16
+    groups = torch.Size([math.ceil(weight.numel() / GROUP)])
+    is_right = (
+        weight.dtype == (torch.bfloat16 if in_bf16 else torch.float32)
+        and all(lies_like(tensor, weight) for tensor in memory[:6] if tensor is not None)
+        and all(scales.shape == groups and scales.is_contiguous() for scales in memory[6:] if scales is not None)
+    )
+    if not is_right:
+        raise RuntimeError(
+            f"A parameter of shape {tuple(weight.shape)} has optimizer state or a gradient for another shape, "
+            "dtype, device or order in memory. After a change such as `parameter.data = ...`, set its `grad` to "
+            "None and make a new optimizer."
+        )
 
 
 def run(passes: Sequence[Pass]) -> None:

@@ -7,6 +7,7 @@ planned, or autocast has changed. Units and the parts stay the same; only anothe
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -158,17 +159,28 @@ class Engine:
 
         So is the state of optimizers, unless this is `for_good` and the host has no room for it.
         """
-        if hasattr(self, "guard"):  # the last part that is made before the module is changed
-            if not self.optimizers.shows_used_gradients:
-                self.optimizers.drop_used_gradients()
-            self._leave_places()
-            for member in self.arrangement.members:
-                # The call of a module around units may still be running.
-                member.put_back_masters()
-                remove_gate(member)
-            self.arrangement.detach_weights()
-        self.living.move_all_to_host(self.module, may_leave_state=for_good)
-        self.memory.keep([])
+        with ExitStack() as parts:  # the last one comes first, and none is left out if another one fails
+            parts.callback(self.memory.keep, [])
+            parts.callback(self.living.move_all_to_host, self.module, may_leave_state=for_good)
+            if hasattr(self, "guard"):  # the last part that is made before the module is changed
+                parts.callback(self.arrangement.detach_weights)
+                parts.callback(self._restore_members)
+                parts.callback(self.guard.remove)
+                parts.callback(self._leave_places)
+                if not self.optimizers.shows_used_gradients:
+                    parts.callback(self.stream.drop_used)
+
+    def drop_work(self) -> None:
+        """Drop what is under way, after an interrupt that may have left it in any state."""
+        self.at_work.abandon()
+        if hasattr(self, "guard"):
+            self.stream.forget()
+
+    def _restore_members(self) -> None:
+        for member in self.arrangement.members:
+            # The call of a module around units may still be running.
+            member.put_back_masters()
+            remove_gate(member)
 
     def rearrange(self) -> None:
         """Restore the module, and take it over as it is now: it has become another tree."""
@@ -188,11 +200,11 @@ class Engine:
         self.is_arranged = False
         self._show_used_gradients()
         # Otherwise all of them would become users' `.grad` here.
-        self.optimizers.drop_used_gradients()
+        self.stream.drop_used()
         self._leave_places()
         arrangement.leave_places()
         arrangement.choose(self.plan, self.first_plan)
-        self.waiting.limit(arrangement.room_for_gradients)
+        self.waiting.limit(arrangement.room_for_gradients, is_first=not self.optimizers.steps_taken)
         self.living.move_units(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, 
 from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.engine import Engine, Planner
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
@@ -181,25 +182,17 @@ class Pipeline:
         self._story.abandon()
 
     def detach(self) -> None:
-        """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent."""
+        """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent.
+
+        This happens whatever is under way. What fails meanwhile (a pending optimizer step, say), or an interrupt, is
+        raised afterwards.
+        """
         if self not in _attached or self.is_forked:
             return
-        engine = self._engine
-        if self._calls in open_steps.models:
-            with open_steps.ending():
-                pass
-        failed = None
         try:
-            engine.settle()
-        except Exception as error:
-            # A pending optimizer step has failed: restore the module first, and then raise.
-            failed = error
-        if engine.graphs.scopes or engine.backward.running or failed is not None:
-            self.reset()
-        engine.planner.abandon()
-        self._give_back()
-        if failed is not None:
-            raise failed
+            self._finish()
+        finally:
+            self._give_back()
 
     def __enter__(self) -> Self:
         return self
@@ -207,19 +200,48 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
+    def _finish(self) -> None:
+        """Finish what is under way; drop it if that fails."""
+        engine = self._parts
+        optimizer_steps.depth = 0  # an interrupt may have ended a step, of which torch tells nobody
+        try:
+            if self._calls in open_steps.models:
+                with open_steps.ending():
+                    pass
+            engine.settle()
+            if engine.graphs.scopes or engine.backward.running:
+                self.reset()
+        except BaseException:
+            engine.drop_work()
+            with suppress(Exception):
+                self.reset()
+            raise
+        finally:
+            engine.planner.abandon()
+
     def _give_back(self) -> None:
         """Make the module a plain one on the CPU, however far it was attached."""
+        try:
+            self._restore()
+        except BaseException:
+            self._parts.drop_work()
+            self._restore()  # an interrupt may have come in the middle: what it has kept from being done is done now
+            raise
+
+    def _restore(self) -> None:
+        """Restore the module. Each part is idempotent, and is done also if another one fails."""
         engine = self._parts
-        _attached.discard(self)
-        atexit.unregister(self._end_threads)
-        stop_listening(self.optimizers)
-        engine.uninstall()
-        self.optimizers.remove_hooks()
-        engine.saved.close()
-        engine.offloader.close()
-        # Streamed weights are there already. This moves buffers, other parameters, and states of quantized weights.
-        self.module.to(HOST)
-        self.backend.close()
+        with ExitStack() as parts:  # the last one comes first
+            parts.callback(_attached.discard, self)
+            parts.callback(self.backend.close)
+            # Streamed weights are there already. This moves buffers, other parameters, and states of quantized weights.
+            parts.callback(self.module.to, HOST)
+            parts.callback(engine.offloader.close)
+            parts.callback(engine.saved.close)
+            parts.callback(self.optimizers.remove_hooks)
+            parts.callback(engine.uninstall)
+            parts.callback(stop_listening, self.optimizers)
+            parts.callback(atexit.unregister, self._end_threads)
 
     def _end_threads(self) -> None:
         """Finish all work before the interpreter ends: a thread that is still in torch then would abort the process."""

@@ -8,14 +8,16 @@ and the weights that an `nn.Module` has registered, as masters take their places
 [Note: what cannot be looked into]
 The collector does not know what an object refers to from C or C++: an array of numpy's, a storage, a capsule, an object
 of an extension. For torch and numpy the search knows the way. Numbers, texts and what else Python's own library has
-without telling the collector hold no tensors. Whatever else there is counts as hidden, and who searches decides.
+without telling the collector hold no tensors. Anything else counts as hidden, as does an object that would take the
+search beyond its limit. The search goes level by level, so it finds the tensors near the top in any case. Its caller
+decides about hidden objects.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextvars import ContextVar
 from threading import local
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -44,6 +46,8 @@ _NOT_OF_INTEREST = (
 # These have values per thread or per context, where the collector does not look.
 _HIDING = (local, ContextVar)
 _KNOWN_TO_COLLECTOR = 1 << 14  # `Py_TPFLAGS_HAVE_GC`
+MOST_OBJECTS = 100_000
+"""The objects that a search looks at: a value may lead to the whole program, with its data."""
 
 STATE_OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
 """The attributes that torch itself gives a module, or an RNN."""
@@ -67,25 +71,24 @@ def tensors_in(value: Any, hidden: list[Any] | None = None) -> list[Tensor]:
         if kind in _PLAIN or id(item) in seen:
             continue
         seen.add(id(item))
+        inner: Sequence[Any] | None
         if kind is tuple or kind is list:
-            waiting += item
+            inner = item
         elif kind is dict:
-            waiting += item
-            waiting += item.values()
+            inner = [*item, *item.values()]
         elif isinstance(item, Tensor):
             found.append(item)
-            waiting += item.__dict__.values()
-            waiting += parts_of(item)  # itself, if it is a plain one
+            inner = [*item.__dict__.values(), *parts_of(item)]  # with itself, if it is a plain one
         else:
             inner = _referents(item)
-            if inner is not None:
-                waiting += inner
-            elif hidden is not None:
-                hidden.append(item)
+        if inner is not None and len(waiting) + len(inner) <= MOST_OBJECTS:
+            waiting += inner
+        elif hidden is not None:
+            hidden.append(item)
     return found
 
 
-def _referents(item: Any) -> Iterable[Any] | None:
+def _referents(item: Any) -> Sequence[Any] | None:
     """Return what an object refers to; None if that cannot be known."""
     kind = type(item)
     if issubclass(kind, _NOT_OF_INTEREST):

@@ -179,6 +179,11 @@ def alias_count(key: int) -> int:
     return torch._C._storage_Use_Count(key) - torch._C._storage_Use_Count(storage_key(alone)) + 1
 
 
+def owns_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor is alone in its storage, and fills it."""
+    return alias_count(storage_key(tensor)) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 _OF_ALL_GRADIENTS = "register_multi_grad_hook.<locals>.get_inner_hook"
 
 

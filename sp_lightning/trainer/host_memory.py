@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.optimizers import AdamW
 from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
+from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT
+from sp_lightning.pipeline.torch_private import step_is_replaced
 from sp_lightning.trainer import FabricNamespace, Namespace
 
 # the part of all gradients that lies on the host at once, if each is stepped as it comes
@@ -188,8 +190,8 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], some_may_wait: bool,
 def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -> int:
     """Return the bytes of state that an optimizer has yet to make; 0 if that is not known.
 
-    It is that of all its weights, or of those `among` some. One of torch's optimizers says it by a step on the meta
-    device, whatever its options are.
+    It is that of all its weights, or of those `among` some. Torch's own classes show it by a step on the meta device,
+    whatever their options are.
     """
     if optimizer.state:
         return 0
@@ -200,8 +202,8 @@ def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -
         groups.append({**group, "params": weights})
     if isinstance(optimizer, AdamW):
         return sum(map(optimizer.state_bytes, groups))
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return 0  # the code of a user's own class may do anything in a step
+    if type(optimizer) not in (*BY_ELEMENT, *BY_WEIGHT, ASGD) or step_is_replaced(optimizer):
+        return 0  # the code of a user's own step may do anything, and would run once more than in plain training
     return _nbytes(state_after_dry_step(type(optimizer), groups) or [])
 
 

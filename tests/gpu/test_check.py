@@ -20,9 +20,9 @@ def test_it_passes(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_program_passes(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a user: before the first update all bits are the same, and later all but the optimizer's rounding."""
+    """Of a user, which logs times: up to the first update all bits are the same, and later all but rounding."""
     program = "tests.test_check_program"
-    assert check_program([f"--model={program}.Net", f"--data={program}.Data"], cuda, steps=3)
+    assert check_program([f"--model={program}.Net", f"--data={program}.Data", "--model.times=metric"], cuda, steps=3)
     lines = capsys.readouterr().out.splitlines()
     ways = [line for line in lines if line.startswith("  ")]
     assert len(ways) == 18

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from sp_lightning import optim
 from sp_lightning.optim.layout import GROUP, make_state
 from sp_lightning.optim.on_device import groups_in, pack, store_weight, unpack, whole_and_rest
-from sp_lightning.optim.rules import Memory
+from sp_lightning.optim.rules import Kind, Memory
 
 pytest.importorskip("numba")
 HALF = 1 << 16
@@ -105,3 +107,19 @@ def test_nothing_is_never_the_largest_code(monkeypatch):
     values[-1] = 1.0
     pack(codes, scales, values, 0, [(0, values.numel())])
     assert codes[0] == 0
+
+
+def test_kernels_that_are_compiled_at_the_same_time_do_not_mix(tmp_path):
+    """Two processes look into an empty cache and number their files alike; one of them writes its code last."""
+    from numba.core.caching import IndexDataCacheFile
+
+    from sp_lightning.optim.kernels import kernel_of
+
+    kinds = [Kind(False, False, False, 4, 0, 4, 4, 0), Kind(False, False, False, 2, 2, 2, 4, 0)]
+    names = [kernel_of(kind)._cache._impl.filename_base for kind in kinds]
+    first, second = (IndexDataCacheFile(str(tmp_path), name, "stamp") for name in names)
+    with patch.object(IndexDataCacheFile, "_load_index", dict):
+        first.save("first", "code of the first")
+        second.save("second", "code of the second")
+    first._save_data(first._data_name(1), "code of the first")
+    assert [first.load("first"), second.load("second")] == ["code of the first", "code of the second"]

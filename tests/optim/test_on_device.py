@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from sp_lightning import optim
 from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.on_device import Effort, step_on_device
+from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
-from .parts import CASES, compare
+from .parts import CASES, assert_near, assert_same_bits, compare
 
 pytest.importorskip("numba")
 
@@ -83,42 +85,46 @@ def test_a_pass_takes_as_much_of_a_device_as_plans_count(dtype: torch.dtype, mom
     assert kernels.nbytes / size == pytest.approx(effort.nbytes, rel=0.05)
 
 
+def steps_in_line(sizes: Sequence[int], moments: str, dtype: torch.dtype) -> tuple[list[Pass], Memory]:
+    """Passes over weights that lie one behind the other, and all of their memory."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+    optimizer = optim.AdamW(weights, moments=moments)
+    works = [passes.Work(weight.detach(), torch.randn_like(weight), optimizer.state[weight]) for weight in weights]
+    steps = passes.passes_of(optimizer.update, optimizer.param_groups[0], works)
+    fields = [*zip(*[step.memory for step in steps], strict=True)]
+    lying = [None if tensors[0] is None else torch.cat(tensors) for tensors in fields]
+    parts = [
+        [None] * len(steps) if whole is None else whole.split([tensor.numel() for tensor in tensors])
+        for whole, tensors in zip(lying, fields, strict=True)
+    ]
+    memories = [Memory(*views) for views in zip(*parts, strict=True)]
+    return [step._replace(memory=memory) for step, memory in zip(steps, memories, strict=True)], Memory(*lying)
+
+
 @pytest.mark.parametrize(
-    ("moments", "dtype"), [("fp32", torch.bfloat16), ("int8", torch.bfloat16), ("fp32", torch.float32)]
+    "sizes", [[(4 + n) * BLOCK for n in range(12)], [1, 64, 127, 1600, 128, 1280, 0, 256, 64, 128]]
 )
-def test_neighbors_are_stepped_together(moments: str, dtype: torch.dtype) -> None:
-    """Twelve weights that lie one behind the other take few kernels more than one weight, and have the same bits."""
+@pytest.mark.parametrize(
+    ("moments", "dtype"),
+    [("fp32", torch.bfloat16), ("int8", torch.bfloat16), ("int8", torch.float32), ("fp32", torch.float32)],
+)
+def test_neighbors_are_stepped_together(moments: str, dtype: torch.dtype, sizes: list[int]) -> None:
+    """Twelve weights in a line take few kernels more than one weight; weights of any sizes have the same bits."""
 
-    def stepped(join: bool) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        weights = [nn.Parameter(torch.randn(4 + number, BLOCK).to(dtype)) for number in range(12)]
-        optimizer = optim.AdamW(weights, moments=moments)
-        group = optimizer.param_groups[0]
-        works = [passes.Work(weight.detach(), torch.randn_like(weight), optimizer.state[weight]) for weight in weights]
-        steps = passes.passes_of(optimizer.update, group, works)
-        fields = zip(*[step.memory for step in steps], strict=True)
-        lying = [
-            None if tensors[0] is None else torch.cat([each.reshape(-1) for each in tensors]) for tensors in fields
-        ]
-        sizes = [[0 if tensor is None else tensor.numel() for tensor in step.memory] for step in steps]
-        begins = [0] * len(lying)
-        for number, step in enumerate(steps):
-            views = [
-                None if all is None else all[begin : begin + size]
-                for all, begin, size in zip(lying, begins, sizes[number], strict=True)
-            ]
-            begins = [begin + size for begin, size in zip(begins, sizes[number], strict=True)]
-            steps[number] = step._replace(memory=Memory(*views))
+    def stepped(how: Callable[[list[Pass]], Any]) -> tuple[Memory, int]:
+        steps, memory = steps_in_line(sizes, moments, dtype)
         with Kernels() as kernels:
-            for step in on_device.together(steps) if join else steps:
-                step_on_device(step)
-        return [tensor for tensor in lying if tensor is not None], kernels.count
+            how(steps)
+        return memory, kernels.count
 
-    expected, many = stepped(join=False)
-    actual, few = stepped(join=True)
-    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
-    print(f"{many} kernels, together {few}")
-    assert few <= many / 12 + 12
+    expected, many = stepped(lambda steps: [*map(step_on_device, steps)])
+    actual, few = stepped(lambda steps: [*map(step_on_device, on_device.together(steps))])
+    assert_same_bits(actual, expected)
+    assert few < many
+    assert few <= many / 12 + 12 or sizes[0] == 1
+    by_kernels, _ = stepped(run)
+    (assert_near if moments == "int8" else assert_same_bits)(actual, by_kernels)
 
 
 def test_separate_tensors_are_not_joined() -> None:

@@ -7,13 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 from sp_lightning import optim
-from sp_lightning.optim import passes
+from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import moment_in
 
 from ..helpers import torchs_defaults
@@ -289,14 +288,46 @@ def test_torchs_default_dtype_and_device_are_not_those_of_state(moments):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_weight_that_was_laid_out_anew_is_said():
-    p = torch.nn.Parameter(torch.zeros(4, 8))
-    own = optim.AdamW([p])
-    for match in (None, "optimizer state have different strides"):
-        p.grad = torch.ones_like(p)
-        with nullcontext() if match is None else pytest.raises(RuntimeError, match=match):
-            own.step()
-        p.data = p.data.t().contiguous().t()
+CHANGES = {
+    "longer": ((10,), lambda data: data.new_zeros(20)),
+    "taller": ((5, 8), lambda data: data.new_zeros(9, 8)),
+    "shorter": ((9, 8), lambda data: data.new_zeros(5, 8)),
+    "in another order": ((4, 8), lambda data: data.t().contiguous().t()),
+    "with gaps": ((4, 8), lambda data: data.new_zeros(4, 16)[:, ::2]),
+    "in another dtype": ((4, 8), lambda data: data.to(torch.bfloat16 if data.itemsize == 4 else torch.float)),
+    "in FP16": ((4, 8), lambda data: data.half()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_that_was_changed_is_said(change, moments, dtype):
+    """Kernels would read and write beyond its state, or misread it. The step is not counted."""
+    shape, make = CHANGES[change]
+    p = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    own = optim.AdamW([p], moments=moments)
+    p.grad = torch.ones_like(p)
+    own.step()
+    p.data, p.grad = make(p.data), None
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="has optimizer state or a gradient for another shape.*make a new optimizer"):
+        own.step()
+    assert own.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_state_and_gradients_of_other_shapes_are_refused_as_torch_refuses_them(name):
+    for is_first in (True, False):
+        for module in (torch.optim, optim):
+            p = torch.nn.Parameter(torch.zeros(10))
+            optimizer = getattr(module, name)([p])
+            p.grad = torch.ones(10)
+            if not is_first:
+                optimizer.step()
+            p.data = torch.zeros(20)  # the gradient is the one from before
+            with pytest.raises(RuntimeError):
+                optimizer.step()
 
 
 @pytest.mark.slow
@@ -317,9 +348,23 @@ def test_compiling_a_kernel_is_said_once(tmp_path):
     assert both.stderr.count("has compiled a kernel") == 1
 
 
-def test_a_weight_without_elements():
-    weight = torch.nn.Parameter(torch.empty(0, 3))
-    weight.grad = torch.empty(0, 3)
-    optimizer = optim.AdamW([weight])
-    optimizer.step()
-    assert optimizer.state[weight]["step"] == 1
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("by", ["kernels", "torch", "torch, together"])
+def test_a_weight_without_elements(by, moments, monkeypatch):
+    """Beside others, and beside another one."""
+    if by != "kernels":
+        chosen = on_device.together if by == "torch, together" else list
+        monkeypatch.setattr(passes, "_run_kernels", lambda steps: [*map(on_device.step_on_device, chosen(steps))])
+
+    def trained(shapes):
+        weights = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = optim.AdamW(weights, moments=moments)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(state["step"] == 1 for state in optimizer.state.values())
+        return [weight.detach() for weight in weights]
+
+    trained([(0, 3)])
+    assert torch.equal(trained([(0,), (0,), (4, 5), (0, 3)])[2], *trained([(4, 5)]))

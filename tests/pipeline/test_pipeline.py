@@ -291,8 +291,10 @@ def test_a_weight_that_leaves_its_unit_is_cloned(
         (lambda mean: mean.detach().numpy(), "one of its weights in an object.*Return a clone"),
         (lambda mean: to_dlpack(mean.detach()), "class 'PyCapsule', which cannot be searched.*as tensors"),
         (lambda mean: to_dlpack(torch.ones(2)), None),
+        (lambda mean: [*range(100_000), mean.detach()], "class 'list', which cannot be searched.*as tensors"),
+        (lambda mean: [*range(100_000)], None),
     ],
-    ids=["object", "partial", "numpy", "hidden", "hidden, but nothing has a view of it"],
+    ids=["object", "partial", "numpy", "hidden", "hidden, but nothing has a view of it", "large", "large, without one"],
 )
 def test_a_weight_that_leaves_its_unit_in_an_object_is_refused(
     holder: Callable[[nn.Parameter], Any], message: str | None

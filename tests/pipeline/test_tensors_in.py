@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.dlpack import to_dlpack
 
-from sp_lightning.pipeline.tensors_in import tensors_in
+from sp_lightning.pipeline.tensors_in import MOST_OBJECTS, tensors_in
 from sp_lightning.pipeline.torch_private import alias_count, storage_key
 
 INDEX = torch.arange(4)
@@ -164,6 +164,17 @@ def test_what_cannot_be_looked_into_is_said(kind: Callable[[Tensor], Any]) -> No
     hidden: list[Any] = []
     tensors_in({"a": (holder,)}, hidden)
     assert hidden == [holder]
+
+
+LARGE = [[0] * MOST_OBJECTS, dict.fromkeys(range(MOST_OBJECTS)), [[[n], [n]] for n in range(MOST_OBJECTS // 3)]]
+
+
+@pytest.mark.parametrize("data", LARGE, ids=["list", "dict", "list of lists"])
+def test_what_leads_to_too_much_is_said(data: Any) -> None:
+    """A tensor near the top is found."""
+    tensor, hidden = torch.ones(4), []
+    assert tensors_in((data, [tensor]), hidden) == [tensor]
+    assert hidden
 
 
 def test_tensors_that_lie_in_a_storage_are_counted() -> None:

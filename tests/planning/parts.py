@@ -179,12 +179,14 @@ def train_placed(
     in_backward: bool = False,
     accumulate: int = 1,
     between: Callable[[int, nn.Module, Optimizer], None] = lambda step, model, optimizer: None,
+    before_batch: Callable[[int, nn.Module], None] = lambda micro, model: None,
+    hidden: Sequence[int] = (48,) * BLOCKS,
     backend: HostBackend | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], Stats]:
     """Train six blocks, placed as the planner wants, or plainly without one; losses, weights and state on the host."""
     torch.manual_seed(0)
-    model, pipeline = Chain(Gated(16, 48, dropout=0.1) for _ in range(BLOCKS)).to(dtype), None
+    model, pipeline = Chain(Gated(16, width, dropout=0.1) for width in hidden).to(dtype), None
     if planner is None:
         model.to(device)
     else:
@@ -196,6 +198,7 @@ def train_placed(
     losses = []
     for step in range(steps):
         for micro in range(accumulate):
+            before_batch(micro, model)
             torch.manual_seed(10 * step + micro)
             inputs = torch.randn(8, 16).to(device, dtype)
             with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast, cache_enabled=False):

@@ -7,9 +7,10 @@ All of it moves once, so that BatchNorm counts a batch once. What else a forward
 [Note: what may change]
 A forward runs again only if nothing is known to be in the way, and what is not known to be safe is in the way. What is
 given to a unit (a key/value cache, an iterator, a generator of random numbers) may change until backward, whoever does
-it: it has to be of a kind that cannot, a tensor whose version tells, or a module. What is kept on a unit's modules, and
-what it is given, is compared by value around its first calls (looks.py). What nobody can see in advance (a closure, a
-class's attribute, a module's global variable) shows in what the second forward returns.
+it: it has to be of a kind that cannot, a tensor whose version tells, or a module. Around a unit's first calls, a look
+compares what is kept on its modules, and what it is given, if that is of a kind that can be compared (looks.py).
+Changes that nobody can see in advance (in a closure, a class's attribute, a global variable) show in what the second
+forward returns.
 """
 
 from __future__ import annotations

@@ -1,81 +1,58 @@
 """Looks at what a unit has and is given, around its first forwards: does a forward change what a second one would read?
 
 [Note: what a look compares]
-A picture of a value is what its pickle would hold, at any depth. Besides, an object is compared by its attributes and
-slots, whatever its own `__getstate__` or `__reduce__` leaves out. Tensors are compared by identity, version and bytes,
-as kernels write to running statistics without a version; large ones by identity and version. A module that is not part
-of the unit, but is given or kept somewhere, is looked into like any object. Few kinds stand for themselves: classes,
-functions, enums, locks, weak references, torch's dtypes and operators, loggers. What has no pickle counts as changed,
-so that a kind which nobody has thought of is on the safe side.
+A look compares numbers and texts, at any depth of tuples, lists, dicts, sets, partials, methods, and objects that are
+nothing but their attributes. It compares tensors by identity and version, and small ones by their numbers, too, as
+kernels write to running statistics without a version. Classes, functions, enums, weak references, loggers and torch's
+operators stand for themselves. Everything else counts as changed, as does a value that leads to too many others. So a
+look reads no memory map and no data set, and a kind that nobody has thought of is on the safe side.
 """
 
 from __future__ import annotations
 
-import copyreg
 import enum
-import hashlib
+import gc
 import logging
 import pickle
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from threading import Lock, RLock
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ProxyType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from sp_lightning.pipeline.tensors_in import NUMBERS_AND_TEXTS, STATE_OF_MODULES
-from sp_lightning.pipeline.torch_private import parts_of, without_torch_function
+from sp_lightning.pipeline.tensors_in import MOST_OBJECTS, NUMBERS_AND_TEXTS, STATE_OF_MODULES
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
 numpy: Any = sys.modules["numpy"]  # torch imports it
-_SMALL = 1 << 16  # bytes; running statistics are smaller, masks and position tables larger
-_COMPARED_BYTES = 1 << 24  # of a tensor, in a look
-_PROTOCOL = 5
-_MOST_OBJECTS = 100_000  # in a picture; what leads to more, as to a whole Trainer, counts as changed
+_SMALL_BUFFER = 1 << 19  # bytes; running statistics are smaller, masks and position tables larger
+_COMPARED = 1 << 16  # bytes of a tensor, or of an array
 _PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}
 # kinds whose objects may have a state in which no forward is interested, or that nobody sees
 _BY_IDENTITY = (
     type, enum.Enum, ModuleType, FunctionType, logging.Logger, torch._ops.OperatorBase, torch._ops.OpOverloadPacket,
-    torch.Stream, torch.Event, fx.Graph,
+    ref, fx.Graph, numpy.number, numpy.bool_,
 )  # fmt: skip
-_EXACTLY_BY_IDENTITY = frozenset({ref, ProxyType, type(Lock()), type(RLock()), object})
+_CALLABLES = (partial, MethodType, BuiltinFunctionType)
 
 
 def may_change(value: Any) -> bool:
     """Tell whether what is given to a unit may be another until backward, whoever changes it."""
     kind = type(value)
-    if kind in (MethodType, BuiltinFunctionType):
-        return may_change(value.__self__)
-    if kind is frozenset:
-        return any(map(may_change, value))
-    if kind is Tensor:  # the second forward gets another one, without attributes that a user has set
-        return bool(value.__dict__)
-    if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter) and bool(attributes_of(value))
-    return not (kind in _PLAIN or isinstance(value, (nn.Module, numpy.generic)) or _stands_for_itself(value))
-
-
-def _stands_for_itself(value: Any) -> bool:
-    return type(value) in _EXACTLY_BY_IDENTITY or isinstance(value, _BY_IDENTITY)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots as well, and what it holds as a dict."""
-    found = dict(getattr(value, "__dict__", {}))
-    if isinstance(value, dict):
-        found["[...]"] = list(value.items())
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            if type(member) is MemberDescriptorType:
-                with suppress(AttributeError):  # nothing is there
-                    found[name] = member.__get__(value)
-    return found
+    if kind in _CALLABLES:
+        return any(map(may_change, gc.get_referents(value)))
+    if isinstance(value, Tensor):  # the second forward gets another one, without attributes that a user has set
+        has_slots = kind.__basicsize__ > Tensor.__basicsize__
+        return not isinstance(value, nn.Parameter) and (has_slots or bool(vars(value)))
+    return not (kind in _PLAIN or isinstance(value, (nn.Module, *_BY_IDENTITY)))
 
 
 class Look:
@@ -85,104 +62,90 @@ class Look:
         self._modules = modules
         # what may change is not looked at: a unit that is given such a thing keeps what it saves anyway
         self._given = [value for value in given if not may_change(value)]
-        buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        self._large_buffers = [buffer for buffer in buffers if not is_small_buffer(buffer)]
         self._seen: list[Any] = []  # objects in pictures; holding them keeps their identities from being given again
         self._before = dict(self._read())
 
     def obstacle(self) -> str | None:
         """Return what keeps the forward, which is over, from running again, as a phrase; None if nothing was seen."""
         after = dict(self._read())
-        for key in {**self._before, **after}:
-            if self._before.get(key) != after.get(key):
-                _, difference = key
-                return difference
-        return None
+        changed = [key for key in {**self._before, **after} if self._before.get(key) != after.get(key)]
+        return changed[0][1] if changed else None
 
     def _read(self) -> Iterator[tuple[tuple[int, str], object]]:
         """Yield pictures by a number and what a difference means."""
-        generators = [random.getstate(), numpy.random.get_state()]
-        yield (0, "draws random numbers that are not torch's"), self._picture(generators)
-        yield (0, "changes what it is given"), self._picture(self._given)
-        yield (0, "changes a large buffer in place"), self._picture(self._large_buffers)
+        generators = pickle.dumps((random.getstate(), numpy.random.get_state()))
+        yield (0, "draws random numbers that are not torch's"), generators
+        yield (0, "changes what it is given"), self._picture([*self._given])
         for number, module in enumerate(self._modules):
+            if _parts_of(module) is None:
+                yield (number, "has slots, or is a dict, which cannot be compared"), object()
             yield (number, "replaces a part of itself"), [*map(id, module._modules.values())]
             # a weight of ours is there as its master or as its twin
             others = {name: value for name, value in module._parameters.items() if not isinstance(value, CopiedPlainly)}
-            for name, value in {**others, **attributes_of(module)}.items():
+            for name, value in {**others, **vars(module)}.items():
                 if name not in STATE_OF_MODULES:
-                    difference = f"changes its attribute {name!r} (or that cannot be pickled, to be compared)"
-                    yield (number, difference), self._picture(value)
+                    difference = f"changes its attribute {name!r} (or that cannot be compared)"
+                    yield (number, difference), self._picture([value])
 
-    def _picture(self, value: Any) -> object:
-        digest = hashlib.blake2b()
-        reader = _Reader(SimpleNamespace(write=digest.update), protocol=_PROTOCOL)
-        reader.seen = self._seen
-        reader.known = set(map(id, self._modules))
-        try:
-            reader.dump(value)
-        except Exception:  # whatever a class's own code raises
-            return object()  # which is equal to no other
-        return digest.digest()
+    def _picture(self, waiting: list[Any]) -> object:
+        """Return what values hold, to be compared; an object that is equal to no other if that cannot be known."""
+        picture: list[object] = []
+        self._seen.append(waiting)
+        known = set(map(id, self._modules))
+        for value in waiting:  # it grows
+            kind = type(value)
+            if kind in _PLAIN:
+                picture.append((kind, value))
+            elif id(value) in known or isinstance(value, _BY_IDENTITY):
+                picture.append(id(value))
+            else:
+                known.add(id(value))
+                parts = _parts_of(value)
+                if parts is None or len(waiting) + len(parts) > MOST_OBJECTS:
+                    return object()
+                waiting += parts
+                picture.append((kind if _is_container(value) else id(value), len(parts)))
+        return picture
 
 
-class _Reader(pickle.Pickler):
-    """Pickles what is to be compared, to bytes that nobody reads back."""
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, set, frozenset, dict, OrderedDict) or isinstance(value, tuple)
 
-    seen: list[Any]
-    known: set[int]
-    objects = 0
 
-    def persistent_id(self, value: Any) -> Any:
-        """Return what is compared instead of a value; None if that is its pickle."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return None
-        self.objects += 1
-        if self.objects > _MOST_OBJECTS:
-            raise pickle.PicklingError("there is too much to compare")
-        if kind is torch.Generator:
-            return value.get_state().numpy().tobytes()
-        if id(value) in self.known or isinstance(value, CopiedPlainly) or _stands_for_itself(value):
-            self.seen.append(value)
-            return id(value), version_of(value) if isinstance(value, Tensor) else 0
+def _parts_of(value: Any) -> list[Any] | None:
+    """Return what an object holds; None if it may hold anything else."""
+    kind = type(value)
+    if isinstance(value, CopiedPlainly):
+        return [version_of(value)]
+    if kind in (dict, OrderedDict):
+        return [*value, *value.values()]
+    if _is_container(value) or kind in _CALLABLES:
+        return gc.get_referents(value)
+    if kind is numpy.ndarray and value.nbytes <= _COMPARED and not value.dtype.hasobject:
+        return [str(value.dtype), value.shape, value.tobytes()]
+    # with slots, or a base class in C, objects would take more memory
+    plain = Tensor if isinstance(value, Tensor) else nn.Module
+    if (kind.__basicsize__, kind.__dictoffset__) != (plain.__basicsize__, plain.__dictoffset__):
         return None
+    return [vars(value), version_of(value), _numbers_of(value)] if plain is Tensor else [vars(value)]
 
-    def reducer_override(self, value: Any) -> Any:
-        """Return the parts of an object's picture, as its reduction: what it keeps back is in it, too."""
-        self.seen.append(value)
-        state: list[Any] = [attributes_of(value)]
-        if isinstance(value, Tensor):
-            state += [id(value), version_of(value), tuple(value.shape), [*map(_digest_of_tensor, parts_of(value))]]
-        elif isinstance(value, nn.Module):
-            state.append(id(value))
-        else:
-            reduce = copyreg.dispatch_table.get(type(value))
-            reduction = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
-            if not isinstance(reduction, str):  # a name; else a tuple, in which items come by iterators
-                items = [list(iterator) for iterator in reduction[3:5] if iterator is not None]
-                reduction = [*reduction[:3], *items]
-            state.append(reduction)
-        return list, (), state  # which nobody makes
+
+def _numbers_of(tensor: Tensor) -> str:
+    """Return a small tensor's numbers; nothing if it has none, as on the meta device."""
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.nbytes <= _COMPARED:
+        with suppress(RuntimeError):
+            return str(tensor.tolist())
+    return ""
 
 
 def is_small_buffer(tensor: Tensor) -> bool:
     """Tell whether a tensor is a buffer that is copied for the second forward: it is small, and lies in memory."""
     if isinstance(tensor, nn.Parameter) or is_lazy(tensor):
         return False
-    return tensor.layout is torch.strided and tensor.nbytes <= _SMALL
+    return tensor.layout is torch.strided and tensor.nbytes <= _SMALL_BUFFER
 
 
 def version_of(tensor: Tensor) -> int:
     """Return a tensor's version; that of a master once what is under way with it is done, as for any other reader."""
     with without_torch_function() if isinstance(tensor, TwinParameter) else nullcontext():
         return 0 if tensor.is_inference() else tensor._version
-
-
-def _digest_of_tensor(tensor: Tensor) -> bytes | None:
-    """Return a digest of a plain tensor's bytes; None if it is too large, or has none."""
-    with without_torch_function():
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.nbytes > _COMPARED_BYTES:
-            return None
-        plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu()
-        return hashlib.blake2b(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()

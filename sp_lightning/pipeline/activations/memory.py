@@ -108,9 +108,9 @@ class Meter:
             self.step_peak = max(self.step_peak, self._peak)
         return charge
 
-    def begin_step(self) -> None:
-        """Begin a step, which has a peak of its own, and which nobody measures yet."""
-        self.counts = self.always
+    def begin_step(self, counts: bool) -> None:
+        """Begin a step, which has a peak of its own, and which nobody measures yet; it may count all the same."""
+        self.counts = counts or self.always
         self._baseline = None
         self._begin_stretch()
         self.step_peak = self._peak

@@ -228,13 +228,13 @@ class Activations:
             self.auto = AutoPolicy(self.second_forwards, policies)
         self.are_kept = self.auto is None and self._policy == "keep"
 
-    def begin_step(self) -> None:
-        """Begin a step; no graph waits for its backward."""
+    def begin_step(self, counts: bool) -> None:
+        """Begin a step; no graph waits for its backward. With `counts`, somebody asks how much memory is held."""
         self._phase = Phase.FORWARD
         self._last_bundle = None
         if self.auto is not None:
             self.auto.begin_step()
-        self.saved.meter.begin_step()
+        self.saved.meter.begin_step(counts)
 
     # ------------------------------------------------------------------------------------- the outermost call of a unit
 

@@ -146,8 +146,9 @@ class UnitCall:
         if any(entry.is_changed for entry in kept):
             return False  # such a change must raise in backward, as it does in plain training
         saved = [storage_key(entry.tensor) for entry in kept if entry.tensor is not None]
-        held_anyway = self._inputs.storages.union(map(storage_key, tensors_in(output)))
-        return not held_anyway.issuperset(saved)
+        hidden: list[Any] = []  # of such an output, the second forward's cannot be compared with it
+        held_anyway = self._inputs.storages.union(map(storage_key, tensors_in(output, hidden)))
+        return not hidden and not held_anyway.issuperset(saved)
 
     def _is_repeatable(self, warns: bool) -> bool:
         """Tell whether the forward can run again; a member of which this was tried often enough is asked no more."""

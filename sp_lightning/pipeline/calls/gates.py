@@ -82,8 +82,10 @@ def install_gate(member: Member, caller: Caller) -> None:
 
 def remove_gate(member: Member) -> None:
     """Undo `install_gate`. Idempotent."""
-    if _gates.pop(id(member.module), None) is not None:
-        _change_class(member.module, member.module.__class__)
+    module = member.module
+    _gates.pop(id(module), None)
+    if type(module) is not module.__class__:  # it is a gate
+        _change_class(module, module.__class__)
 
 
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:

@@ -51,7 +51,7 @@ from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Weight, form_of
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
@@ -121,6 +121,9 @@ class Guard:
                 return run_on_leaves(func, args, kwargs)
             for guard, weight in guards_and_weights:
                 guard.before_access(weight, means_masters)
+            if name == "data" and func.__name__ == "__set__":
+                guard, weight = guards_and_weights[0]
+                guard.before_conversion(weight, args[1])
         with without_torch_function():
             if name == "data" and len(args) == 1 and guarded[id(args[0])][1].unit.is_followed:
                 return args[0].detach()  # counts what this process writes, which it may not do in a step
@@ -148,6 +151,12 @@ class Guard:
             if self.in_step:
                 unit.readers.has_aliases = True
 
+    def before_conversion(self, weight: Weight, values: Tensor) -> None:
+        """Make the gradient the user's before a master gets values of another form, to which it could not be given."""
+        if form_of(values) != form_of(weight.master):
+            with self._at_work:
+                self._stream.gradient_of[weight].show()
+
     def refuse_if_stepped(self, weight: Weight) -> None:
         """Raise if a weight is read after it was stepped in the backward pass that is under way."""
         if self._stream.is_used_up(weight) and not optimizer_steps.depth:
@@ -170,15 +179,11 @@ class Guard:
         stream = self._stream
         gradient = stream.gradient_of[weight]
         is_there = gradient.tensor is not None or gradient in stream.pending
-        if not (is_there or gradient.of_segment.is_consumed or weight.leftover is not Leftover.NOTHING):
+        if not (is_there or gradient.of_segment.is_consumed or weight.has_used_gradient):
             return
         self._backward.forget_failed()
         # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
-        # Where there are no other gradients, users read a used one to zero it by hand.
-        is_zeroed = to_none is not None or not any(other.tensor is not None for other in stream.gradient_of.values())
-        if is_zeroed and weight.leftover is Leftover.USED:
-            weight.leftover = Leftover.NOTHING
         if reads and gradient in stream.pending:
             raise RuntimeError(
                 f"The gradient of weight {weight.name!r} is on its way to CPU memory, and cannot be "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from sp_lightning.pipeline.calls.graphs import GRADIENT
@@ -36,6 +36,9 @@ class GuardOfMasters(Protocol):
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish what is under way with a master that code outside of the engine reads, or writes to."""
+
+    def before_conversion(self, weight: Weight, values: Tensor) -> None:
+        """Prepare for values of another shape or dtype, which a master gets."""
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
         """Put a master's gradient into its `.grad` if somebody reads it; else drop it, because it is replaced."""

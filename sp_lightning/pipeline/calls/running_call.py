@@ -3,8 +3,8 @@
 [Note: what a custom Function keeps]
 `ctx.weight = weight` passes the hooks for saved tensors by, so nothing brings the weight back when backward reads it.
 But the Function's own node reads it. So each call of a unit collects the nodes of the Functions that are applied in it.
-Backward announces itself there, wherever the Function's output goes. And a unit whose weight a Function was given is
-stepped only when backward has left it.
+Backward announces itself there, wherever the Function's output goes. And a unit in whose call a Function was applied is
+stepped only when backward has left it, as the Function may have any of its weights: within a list, or a module.
 """
 
 from __future__ import annotations
@@ -39,18 +39,14 @@ class RunningCall:
         self.nodes: list[Node] = []
         self._twins_by_memory = places
 
-    def note_function(self, given: Sequence[Any], output: Any) -> None:
-        """Note that a custom Function was applied."""
+    def note_function(self, output: Any) -> None:
+        """Note that a custom Function was applied: it may read any weight of the call in backward."""
         outputs = output if isinstance(output, tuple | list) else [output]
         nodes = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
-        if not nodes:
-            return
-        self.nodes.append(nodes[0])
-        for value in given:
-            if isinstance(value, Tensor):
-                twin = self._twins_by_memory.get(storage_key(value))
-                if twin is not None:
-                    twin.unit.readers.has_raw_readers = True
+        if nodes:
+            self.nodes.append(nodes[0])
+            for unit in self.needed:
+                unit.readers.has_raw_readers = True
 
     def outside_of_places(self, output: Any) -> tuple[Any, list[Tensor]]:
         """Return the call's output, with clones of tensors that lie in the place of a weight, and all tensors in it.

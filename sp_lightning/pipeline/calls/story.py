@@ -89,11 +89,13 @@ class Story:
         """Begin a step, or a scope that continues the last one with another backward."""
         continues_last_step |= self.graphs.waiting()  # this is the backward of the previous step
         self.graphs.has_served = False
+        if not continues_last_step:
+            with self.at_work:
+                self._stream.drop_used(on_host_too=False)
         self._occasions.before_step(look_for_new_parameters, continues_last_step)
         if not continues_last_step:
-            self._optimizers.drop_used_gradients()
             self._trace.mark_step()
-            self.activations.begin_step()
+            self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
             self._window.begin_next_step()
         self._arrangement.unused_in_step = not continues_last_step
         self.guard_masters()
@@ -134,6 +136,8 @@ class Story:
             for member in self._arrangement.members:
                 member.running_calls = 0
                 member.put_back_masters()
+            for weight in self._arrangement.weights:
+                weight.leaf_count = 0
             self.backward.abandon()
             self._trace.end_computing()
             self._window.backend.drain()

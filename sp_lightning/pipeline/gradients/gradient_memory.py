@@ -79,11 +79,11 @@ class MemoryBesideMasters:
         self.arrived = self.sums = None
 
     def contains(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in the memory."""
+        """Tell whether a tensor lies in the memory; one without elements lies nowhere else."""
         if self.any is None:
             return False
         start = self.any.bytes.data_ptr()
-        return start <= tensor.data_ptr() < start + self.any.bytes.nbytes
+        return not tensor.numel() or start <= tensor.data_ptr() < start + self.any.bytes.nbytes
 
 
 class LandingBuffer(GradientMemory):
@@ -92,7 +92,7 @@ class LandingBuffer(GradientMemory):
     Attributes:
         users: The number of users: who has reserved it, or has gradients in it or on their way into it.
         turn: The number of its last reservation among those of all buffers.
-        last_reader: The last job that reads it, as far as that is known.
+        last_reader: The last job that reads it; None if there was none.
     """
 
     def __init__(self, host: HostBuffer, released: threading.Condition) -> None:
@@ -101,7 +101,25 @@ class LandingBuffer(GradientMemory):
         self.users = 0
         self.turn = 0
         self.last_reader: Ticket | None = None
+        self._awaits_reader = False  # whether it was reserved for a job that is not known yet
         self._released = released
+
+    def reserve(self, turn: int) -> None:
+        """Reserve it for a job, which comes after the last reader."""
+        assert not self._awaits_reader, "one job would overwrite its own gradients"
+        self._awaits_reader = True
+        self.turn = turn
+        self.users += 1
+
+    def set_reader(self, job: Ticket) -> None:
+        """Set the job that reads it."""
+        self._awaits_reader = False
+        self.last_reader = job
+
+    def release_after_exception(self) -> None:
+        """Free the buffer, whoever has reserved it."""
+        self._awaits_reader = False
+        self.users = 0
 
     def release(self) -> None:
         """Free the buffer for its next user: its gradients have been read."""

@@ -65,27 +65,34 @@ class LandingBuffers:
     def take(self, nbytes: int) -> LandingBuffer:
         """Take the smallest buffer that is large enough; block until it is free."""
         with self._released:
+            self._ensure_size(nbytes)
             large = self._large_enough(nbytes)
             self._released.wait_for(lambda: any(not buffer.users for buffer in large))
             buffer = next(buffer for buffer in large if not buffer.users)
             buffer.users += 1
             return buffer
 
-    def reserve(self, nbytes: int) -> LandingBuffer:
-        """Return a large enough buffer without blocking; it is free once its last reader is done."""
+    def _reserve(self, nbytes: int) -> LandingBuffer:
+        """Return a large enough buffer, which is free once its last reader is done. The caller has reserved no other.
+
+        This blocks only if buffers have to grow.
+        """
         with self._released:
+            self._ensure_size(nbytes)
             buffer = min(self._large_enough(nbytes), key=attrgetter("users", "turn"))
-            buffer.users += 1
-            buffer.turn = next(self._turns)
+            buffer.reserve(next(self._turns))
             return buffer
 
-    def _large_enough(self, nbytes: int) -> list[LandingBuffer]:
+    def _ensure_size(self, nbytes: int) -> None:
+        """Make buffers if there are none; where gradients wait, make larger ones if none is large enough."""
         if not self._buffers:
             self._make(self._arriving_bytes)
         if nbytes > self._buffers[-1].bytes.nbytes and self._waiting.is_limited:
             self._released.wait_for(lambda: not any(buffer.users for buffer in self._buffers))
             self.free_memory()
             self._make([*self._sum_bytes, nbytes])
+
+    def _large_enough(self, nbytes: int) -> list[LandingBuffer]:
         large = [buffer for buffer in self._buffers if buffer.bytes.nbytes >= nbytes]
         # Buffers were made when some weights were frozen, or lowered. This one is used once.
         if not large:
@@ -102,16 +109,16 @@ class LandingBuffers:
         return sorted(unit_sizes)[-landing_buffers(len(unit_sizes)) :]
 
     def land_late(self, name: str, gradients: Mapping[Gradient, Tensor]) -> LateGradients:
-        """Copy to the host what has waited on the device for a unit; neither the host nor computing waits."""
+        """Copy to the host all that has waited on the device for a unit's step; neither host nor computing waits."""
         weights = [gradient.weight for gradient in gradients]
         layout = GradientLayout(weights, [tensor.dtype for tensor in gradients.values()])
-        return LateGradients(name, gradients, layout, self.reserve(layout.nbytes), self._backend)
+        return LateGradients(name, gradients, layout, self._reserve(layout.nbytes), self._backend)
 
     def release_all(self) -> None:
         """Release all buffers, after an exception."""
         with self._released:
             for buffer in self._buffers:
-                buffer.users = 0
+                buffer.release_after_exception()
 
     def nbytes(self) -> int:
         """Return the bytes of host memory."""

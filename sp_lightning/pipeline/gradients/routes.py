@@ -35,8 +35,8 @@ from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.buffers import tensor_in
-from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes
+from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
+from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes, norm_dtype_of
 from sp_lightning.pipeline.window.window import Window
 
 
@@ -178,8 +178,9 @@ class Routes:
         moved_bytes = 2 * sum(weight_sum.total.nbytes for weight_sum in sums)
         after = [ticket for ticket in (earlier_ticket, of_segment.ticket) if ticket is not None]
         job = Job(partial(_add_up, sums, norm_dtype), after, moved_bytes, buffer.release)
-        buffer.last_reader = self._backend.trace.work(Kind.ADD, of_segment.unit.name, job)
-        of_segment.set_ticket(buffer.last_reader)
+        ticket = self._backend.trace.work(Kind.ADD, of_segment.unit.name, job)
+        buffer.set_reader(ticket)
+        of_segment.set_ticket(ticket)
 
     def _stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
         """Keep gradients on the device until the unit is updated, and add them to earlier ones there.
@@ -207,23 +208,29 @@ class Routes:
             self._measure_on_device(of_segment)
 
     def _measure_on_device(self, of_segment: SegmentGradients) -> None:
-        """Measure gradients that stay on the device, and copy their norms to the host."""
-        layout = of_segment.layout
-        if layout.norm_dtype is None:
+        """Measure gradients that stay on the device, and copy their norms to the host.
+
+        Those of an earlier backward pass are measured again, also if their weights were frozen since: they share the
+        memory for norms.
+        """
+        stored = of_segment.stored_gradients
+        norm_dtype = norm_dtype_of([gradient.weight for gradient in stored])
+        if norm_dtype is None:
+            for gradient in stored:
+                gradient.norm = None
             return
-        present = [gradient for gradient in of_segment.trained if gradient.tensor is not None]
-        tensors = [gradient.tensor for gradient in present if gradient.tensor is not None]
-        nbytes = layout.nbytes - layout.norms_at
+        tensors = [gradient.tensor for gradient in stored if gradient.tensor is not None]
+        _, nbytes = lay_out([len(of_segment.gradients) * torch.float32.itemsize])
         # Not a staging buffer: computing would wait for gradients of other units that are on their way.
         on_device = self._norms.get(of_segment)
         if on_device is None or on_device.bytes.nbytes < nbytes:
             on_device = self._norms[of_segment] = GradientMemory(self._backend.allocate(nbytes))
-        measured = tensor_in(on_device.bytes, 0, torch.empty(len(present), device="meta"), torch.float32)
-        torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=measured)
+        measured = tensor_in(on_device.bytes, 0, torch.empty(len(stored), device="meta"), torch.float32)
+        torch.stack(torch._foreach_norm(tensors, 2, norm_dtype), out=measured)
         memory = of_segment.segment.memory.get_companion("norms", nbytes, pin=True).bytes
         self.download_part(of_segment, memory[: measured.nbytes], on_device)
         landed = tensor_in(memory, 0, measured, torch.float32)
-        for gradient, norm in zip(present, landed, strict=True):
+        for gradient, norm in zip(stored, landed, strict=True):
             gradient.norm = norm
 
     # ---------------------------------------------------------------------------------------------- parts of the ways

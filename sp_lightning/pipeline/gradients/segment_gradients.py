@@ -19,7 +19,7 @@ from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, Land
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
-from sp_lightning.pipeline.weights.weight import Leftover, Weight, used_in_backward, used_in_step
+from sp_lightning.pipeline.weights.weight import Weight, used_in_backward, used_in_step
 
 
 class Gradient:
@@ -57,22 +57,17 @@ class Gradient:
         self.norm = norm
         self.is_sum = is_sum
         self.is_used = False
-        if self.weight.leftover is Leftover.ZEROS:  # zeros add nothing to the gradient
-            self.weight.leftover = Leftover.NOTHING
-
-    def fill_zeros(self) -> None:
-        """Make the zeros that plain training has in `.grad` (`Leftover.ZEROS`); no gradient was added to them."""
-        # a GPU-side update reads all gradients in one place
-        device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
-        zeros = torch.zeros_like(self.weight.host, device=device)
-        self.set_tensor(zeros, zeros.new_zeros(()))
 
     def check_readable(self) -> None:
-        """Raise if the gradient cannot be read or changed, because a step has used it."""
+        """Raise if the gradient cannot be read or changed, because a step has used it, and it was dropped."""
+        self._check_unused_in_backward()
+        if self.weight.has_used_gradient:
+            raise used_in_step(self.weight.name, "it is to be read, or clipped")
+
+    def _check_unused_in_backward(self) -> None:
+        """Raise if the unit was updated in backward, and `step()` is yet to be called."""
         if self.of_segment.is_consumed:
             raise used_in_backward(self.weight.name)
-        if self.weight.leftover is Leftover.USED:
-            raise used_in_step(self.weight.name, "it is to be read, or clipped")
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the gradient when it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
@@ -80,8 +75,6 @@ class Gradient:
 
     def show(self) -> None:
         """Make the gradient the master's `.grad`, which is the user's."""
-        if self.weight.leftover is Leftover.ZEROS:
-            self.fill_zeros()
         shown = self.take()
         if shown is not None:
             self.weight.master.grad = shown
@@ -100,16 +93,22 @@ class Gradient:
 
     def drop(self) -> None:
         """Drop the engine's tensor, if there is one."""
-        if self.tensor is not None:
-            self.of_segment.note_one_less()
+        was_there = self.tensor is not None
         self.tensor = self.norm = None
         self.factors = ()
+        if was_there:
+            self.of_segment.note_one_less()
 
     def zero(self, to_none: bool) -> None:
         """Do what `zero_grad` does with the gradient: make it None, or zeros."""
-        self.check_readable()
+        self._check_unused_in_backward()
         self.drop()
-        self.weight.leftover = Leftover.NOTHING if to_none else Leftover.ZEROS
+        self.weight.has_used_gradient = False
+        if not to_none:
+            # A GPU-side update reads all gradients in one place.
+            device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
+            zeros = torch.zeros_like(self.weight.host, device=device)
+            self.set_tensor(zeros, zeros.new_zeros(()))
 
 
 class Stored(enum.Enum):
@@ -333,6 +332,14 @@ class SegmentGradients:
         finally:
             if ticket.done:  # an interrupt may have ended the wait
                 self.ticket = None
+
+    def forget(self) -> None:
+        """Forget the gradients, in whichever state they are."""
+        for gradient in self.gradients:
+            gradient.tensor = gradient.norm = None
+        self.gathered = {}
+        self._stored, self._stored_count = Stored.NOWHERE, 0
+        self.ticket = self.landing = None
 
     def abandon(self) -> None:
         """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""

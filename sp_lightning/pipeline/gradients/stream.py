@@ -23,7 +23,7 @@ from sp_lightning.pipeline.operands import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
 
 
@@ -191,7 +191,7 @@ class GradientStream:
 
     def _waits(self, of_segment: SegmentGradients, more_comes: bool) -> bool:
         """Tell whether gradients wait on the device, as the host has no room for them."""
-        passing = self.routes.landing.most_nbytes()
+        passing = self.routes.landing.most_nbytes() if self._waiting.is_left_to_backward else 0
         return self._waiting.admits(of_segment, passing, more_comes, self._device)
 
     def bytes_on_device(self) -> int:
@@ -261,8 +261,23 @@ class GradientStream:
         """Drop the engine's gradients that a step has used; a user's `.grad` stays until the user zeroes it."""
         for gradient in gradients:
             if gradient.tensor is not None:
-                gradient.weight.leftover = Leftover.USED
+                gradient.weight.has_used_gradient = True
             gradient.drop()
+
+    def drop_used(self, on_host_too: bool = True) -> None:
+        """Drop gradients that an optimizer has used, and that nobody has zeroed since.
+
+        Those on the device leave as the next step begins, which needs the memory. Those on the host stay for a loop
+        that adds to them, until weights get other places.
+        """
+        used = [gradient for gradient in self.gradient_of.values() if gradient.is_used]
+        self.consume([gradient for gradient in used if on_host_too or gradient.of_segment.is_on_device])
+
+    def forget(self) -> None:
+        """Forget all gradients, whatever state they are in: an interrupt may have come between two notes of theirs."""
+        self.pending.clear()
+        for of_segment in self._by_segment:
+            of_segment.forget()
 
     def hand_over_gradients(self) -> None:
         """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory beside masters."""

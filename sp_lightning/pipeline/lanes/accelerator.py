@@ -121,17 +121,17 @@ class AcceleratorBackend(Backend):
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
         computed = computing.record_event()
+        # The device itself can wait for an update on it.
+        if after.is_issued and isinstance(issued := after.issued(), _StreamTicket):
+            self._up_behind_work.wait_event(issued.event)
+            self._up_behind_work.wait_event(computed)
+            return self._copy(self._up_behind_work, target, source)
 
         def issue() -> None:
             self._up_behind_work.wait_event(computed)
             deferred.ticket = self._copy(self._up_behind_work, target, source)
 
         deferred = DeferredTicket(Job(issue, [after], rank=BEFORE_OTHER_WORK))
-        # The device itself can wait for an update on it.
-        if after.is_issued and isinstance(issued := after.issued(), _StreamTicket):
-            self._up_behind_work.wait_event(issued.event)
-            issue()
-            return deferred.ticket
         self.issue_when_ready(deferred.job)
         return deferred
 
@@ -145,7 +145,10 @@ class AcceleratorBackend(Backend):
         stream = self._update_streams[kind]
         for earlier in job.after:
             stream.wait_event(_event_of(earlier))
-        return self._issue(stream, job.action)
+        try:
+            return self._issue(stream, job.action)
+        finally:
+            job.finish()  # or it might keep device memory alive, in a cycle with what it refers to
 
     @override
     def computed(self) -> Ticket:

@@ -76,10 +76,17 @@ class EngineAtWork(OfOneProcess):
             self._without_guard.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 1:
             self._without_guard.__exit__(*exc_info)
+        self._depth -= 1
         self._lock.release()
+
+    def abandon(self) -> None:
+        """Leave the scopes of this thread that an interrupt has kept from being left."""
+        if self._lock.acquire(blocking=False):  # otherwise another thread is at work
+            while self._depth:
+                self.__exit__(None, None, None)
+            self._lock.release()
 
     def __bool__(self) -> bool:
         return self._depth > 0

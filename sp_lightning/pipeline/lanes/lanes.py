@@ -281,15 +281,18 @@ class Worker(OfOneProcess):
         self._random = random.Random(f"{name} {seed}")
         self._thread: threading.Thread | None = None
         self._jobs: list[Job] = []  # jobs that are not done, in the order of submission
-        # One item for each job, and one more to end the thread.
+        # An item has the thread look for jobs. There may be too many: an interrupt may come as a job is submitted.
         self._wake_ups: SimpleQueue[None] = SimpleQueue()
+        self._is_closing = False
 
     def submit(self, job: Job) -> Job:
         """Have a job run, and return it."""
         if self.is_forked:
             raise RuntimeError(FORKED)
         if self._thread is None:
+            self._is_closing = False
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
         self._jobs.append(job)
         self._wake_ups.put(None)
@@ -300,6 +303,7 @@ class Worker(OfOneProcess):
         # A job that compiles calls this: it cannot wait for itself.
         if self.is_forked or threading.current_thread() is self._thread:
             return
+        self._wake_ups.put(None)
         while unfinished := [job for job in tuple(self._jobs) if not job.done]:
             for job in unfinished:
                 with job.under_way:
@@ -307,7 +311,8 @@ class Worker(OfOneProcess):
 
     def close(self) -> None:
         """Finish all jobs, and end the thread."""
-        if self._thread is not None and not self.is_forked:
+        if self._thread is not None and self._thread.ident is not None and not self.is_forked:
+            self._is_closing = True
             self._wake_ups.put(None)
             self._thread.join()
             self._thread = None
@@ -334,9 +339,11 @@ class Worker(OfOneProcess):
             self._jobs.remove(job)
 
     def _next(self) -> Job | None:
-        """Wait for the next job, and return it; None if the thread is to end."""
-        self._wake_ups.get()
-        while self._jobs:
+        """Wait for the next job, and return it; None if there is none, and the thread is to end."""
+        while self._jobs or not self._is_closing:
+            if not self._jobs:
+                self._wake_ups.get()
+                continue
             ready = [job for job in tuple(self._jobs) if job.is_ready]
             if ready:
                 return min(ready, key=attrgetter("rank"))

@@ -25,7 +25,7 @@ from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.segment import MEASURED
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Weight
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class _FoundGradients:
         norms: The norms of all gradients, in the order of the parameters, in which torch adds them up.
         ours: The gradients of weights that the engine has.
         others: The norms of the other gradients, which are in a `.grad`.
+        unmeasured: The norms of gradients on a device that did not measure them.
         why_torch_reads: Why torch has to read all gradients itself; None if it need not.
     """
 
@@ -62,15 +63,17 @@ class _FoundGradients:
         self.norms: list[_Norm] = []
         self.ours: list[Gradient] = []
         self.others: list[_Norm] = []
+        self.unmeasured: list[_Norm] = []
         self.why_torch_reads: str | None = None
 
-    def measure_others(self, dtype: torch.dtype) -> None:
-        """Measure the norms of the other gradients, for which the host waits once for each device."""
-        for device in {other.gradient.device for other in self.others}:
-            others_there = [other for other in self.others if other.gradient.device == device]
-            norms = torch._foreach_norm([other.gradient for other in others_there], 2, dtype)
-            for other, norm in zip(others_there, torch.stack(norms).cpu(), strict=True):
-                other.norm = norm
+    def measure_here(self, dtype: torch.dtype) -> None:
+        """Measure norms in this thread, which has computed the gradients; the host waits once for each device."""
+        missing = [*self.others, *self.unmeasured]
+        for device in {each.gradient.device for each in missing}:
+            missing_there = [each for each in missing if each.gradient.device == device]
+            norms = torch._foreach_norm([each.gradient for each in missing_there], 2, dtype)
+            for each, norm in zip(missing_there, torch.stack(norms).cpu(), strict=True):
+                each.norm = norm
 
     def multiply_others(self, factor: Tensor) -> None:
         """Multiply the other gradients, wherever they are, by a factor on the host."""
@@ -140,7 +143,7 @@ class Clipping:
                 return None
             self._stream.settle()
             dtype = found_gradients.ours[0].weight.dtype
-            found_gradients.measure_others(dtype)
+            found_gradients.measure_here(dtype)
             return _total(found_gradients.norms, dtype)
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
@@ -156,7 +159,7 @@ class Clipping:
             if any(gradient.norm is None for gradient in ours):
                 return None  # only reading all of them could tell
             self._stream.settle()
-            found_gradients.measure_others(torch.float32)
+            found_gradients.measure_here(torch.float32)
             overflow = False
             for gradient_norm in found_gradients.norms:
                 # A norm may overflow though all elements are finite.
@@ -175,7 +178,7 @@ class Clipping:
             factor = torch.empty((), dtype=dtype, device="cpu")
         by_segment = {gradient.of_segment: None for gradient in ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
-        found_gradients.measure_others(dtype)
+        found_gradients.measure_here(dtype)
         job = Job(partial(_find_factor, found_gradients.norms, max_norm, factor), landed)
         ticket = self._backend.work(job)
         for gradient in ours:
@@ -215,11 +218,12 @@ class Clipping:
             gradient = None if weight is None else self._stream.gradient_of[weight]
             if gradient is not None:
                 gradient.check_readable()
-                if gradient.weight.leftover is Leftover.ZEROS:
-                    gradient.fill_zeros()
             if gradient is not None and gradient.tensor is not None:
-                found_gradients.norms.append(_Norm(gradient.tensor, gradient.norm, gradient.factors))
+                norm = _Norm(gradient.tensor, gradient.norm, gradient.factors)
+                found_gradients.norms.append(norm)
                 found_gradients.ours.append(gradient)
+                if gradient.norm is None and gradient.of_segment.is_on_device:
+                    found_gradients.unmeasured.append(norm)
             elif (user_gradient := parameter.grad) is not None:
                 if weight is not None:
                     found_gradients.why_torch_reads = f"the gradient of {weight.name!r} is the user's"

@@ -24,7 +24,7 @@ from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
 from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Leftover, Weight
+from sp_lightning.pipeline.weights.weight import Weight
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything.
@@ -201,8 +201,6 @@ class Step:
             if gradient.of_segment.is_consumed:
                 continue
             weight = gradient.weight
-            if gradient.weight.leftover is Leftover.ZEROS:
-                gradient.fill_zeros()
             tensor = gradient.tensor
             if tensor is None:
                 tensor = weight.master.grad

@@ -30,7 +30,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
@@ -46,7 +45,7 @@ from sp_lightning.pipeline.optimizer.kinds import (
 from sp_lightning.pipeline.optimizer.living import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.weights.weight import Leftover, Weight, used_in_step
+from sp_lightning.pipeline.weights.weight import Weight, used_in_step
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
@@ -67,9 +66,7 @@ class Optimizers:
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
         # What happens to the gradients that the next optimizer step uses.
         self.afterwards = Afterwards.DROPPED
-        # The gradients that optimizers have used since the last step of the module began.
-        self._used_gradients: list[Gradient] = []
-        # Whether users may read these even after the module is detached.
+        # Whether users may read gradients that a step has used even after the module is detached.
         self.shows_used_gradients = False
         # The weights of each optimizer.
         self._weights_by_optimizer: weakref.WeakKeyDictionary[Optimizer, OptimizerWeights]
@@ -90,14 +87,6 @@ class Optimizers:
         """Tell whether an optimizer has any of the module's parameters."""
         return any(id(parameter) in self._parameters for parameter in parameters_of(optimizer))
 
-    def drop_used_gradients(self) -> None:
-        """Drop gradients that an optimizer has used, as the next step begins; later gradients stay."""
-        used_gradients = self._used_gradients
-        self._used_gradients = []
-        if used_gradients:
-            with self._at_work:
-                self._steps.stream.consume([gradient for gradient in used_gradients if gradient.is_used])
-
     # ------------------------------------------------------------------------------------- around an optimizer's step
 
     def before_closure(self) -> None:
@@ -111,7 +100,6 @@ class Optimizers:
             return
         with self._at_work:
             self._at_work.refuse_others()
-            self._at_work.continuing_thread = get_ident()
             optimizer_weights = self._weights_of(optimizer)
             for unit in optimizer_weights.units:
                 if unit.users:
@@ -122,7 +110,7 @@ class Optimizers:
                     )
             for gradient in optimizer_weights.gradients:
                 weight = gradient.weight
-                if weight.leftover is Leftover.USED and not gradient.of_segment.is_consumed:
+                if weight.has_used_gradient and not gradient.of_segment.is_consumed:
                     raise used_in_step(weight.name, f"{type(optimizer).__name__} steps it")
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
@@ -151,6 +139,7 @@ class Optimizers:
                 self._steps.stream.show_all()
                 if any(unit.update.is_on_device for unit in optimizer_weights.units):
                     self._steps.visits.why_not = why_not or ""
+            self._at_work.continuing_thread = get_ident()
 
     def _without_weights(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Copy a param group without the weights that are stepped unit by unit."""
@@ -177,16 +166,9 @@ class Optimizers:
             if self._step_in_backward is not None and self._step_in_backward.optimizer is optimizer:
                 self._step_in_backward.acknowledge()
                 self._step_in_backward = None
-            if self.afterwards is Afterwards.DROPPED:  # the device needs the memory
-                waited: list[Gradient] = []
-                for gradient in optimizer_weights.gradients:
-                    if gradient.of_segment.is_on_device and not gradient.weight.unit.update.is_on_device:
-                        waited.append(gradient)
-                self._steps.stream.consume(waited)
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:
                     gradient.is_used = True
-                self._used_gradients += optimizer_weights.gradients
                 self.shows_used_gradients = self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)
@@ -273,7 +255,7 @@ class Optimizers:
         with self._at_work:
             optimizer_weights = self._weights_of(optimizer)
             weights = [gradient.weight for gradient in optimizer_weights.gradients]
-            if any(weight.leftover is Leftover.USED for weight in weights):
+            if any(weight.has_used_gradient for weight in weights):
                 return None  # its `step()` will raise an error
             return EarlyStep(optimizer, optimizer_weights, self._steps, keeps_gradients)
 

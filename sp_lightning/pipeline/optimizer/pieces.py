@@ -37,8 +37,8 @@ def lay_together(unit: Unit, optimizer: Optimizer) -> None:
         for name in dict.fromkeys(chain.from_iterable(states)):
             for state in states:
                 value = state.get(name)
-                # a count of steps is read on the host
-                if isinstance(value, Tensor) and name != "step":
+                # A count of steps is read on the host, and a tensor without elements has no address.
+                if isinstance(value, Tensor) and name != "step" and value.numel():
                     found.append((state, name, value))
         if not found:
             continue

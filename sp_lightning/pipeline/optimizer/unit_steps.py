@@ -27,7 +27,7 @@ from sp_lightning.optim.of_torch import OnePass, scaling_of
 from sp_lightning.optim.passes import Work
 from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
 from sp_lightning.pipeline.gradients.landing import LateGradients
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
@@ -76,40 +76,40 @@ class UnitSteps:
         """
         # The step must not keep gradients that have stayed on the device.
         inputs = step.inputs_by_unit.pop(unit, {})
-        if inputs and unit.update.is_on_device and not unit.split_off and self._step_on_device(unit, step, inputs):
-            self.window.stats.visits += 1
-        elif inputs:
-            self._step_on_host(unit, step, inputs)
-        else:
+        if not inputs:
             self.publish_step_without_gradients(unit, step.optimizer_weights)
             return
+        # An earlier step may use the state that this one moves. Its error is raised before anything is taken.
+        self.window.finish_optimizer(unit)
+        is_on_device = unit.update.is_on_device and not unit.split_off
+        if not (is_on_device and self._step_on_device(unit, step, inputs)):
+            self._step_on_host(unit, step, inputs)
         self.window.stats.overlapped_steps += 1
 
     def _step_on_device(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> bool:
         """Have the device update the unit in this step, and tell whether it can."""
-        window = self.window
-        # Otherwise state might be moved while an earlier step uses it.
-        window.finish_optimizer(unit)
         visit = self.visits.visit_of(step, inputs)
         if isinstance(visit, str):
             self.visits.why_not = visit
             return False
-        window.outdate(unit, {gradient.weight for gradient in inputs})
+        self.window.outdate(unit, {gradient.weight for gradient in inputs})
         unit.update.ticket = visit
         unit.update.to_begin = visit
+        self.window.stats.visits += 1
         return True
 
     def _step_on_host(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> None:
         """Have the thread step a unit, and then release the buffers that its gradients may lie in."""
         by_segment = dict.fromkeys([gradient.of_segment for gradient in inputs])
-        late_gradients = self._bring_late(by_segment, inputs)
-        inputs = dict(inputs)
-        for late in late_gradients:
-            for gradient, tensor in late.landed.items():
-                inputs[gradient] = tensor, inputs[gradient][1]
         updates: defaultdict[int, list[Update]] = defaultdict(list)
-        arrivals: list[Ticket] = [*late_gradients]  # the tickets of copies that bring gradients
-        buffers = [late.buffer for late in late_gradients]
+        arrivals: list[Ticket] = []  # the tickets of copies that bring gradients
+        buffers: list[LandingBuffer] = []
+        late = self._bring_late(unit, inputs)
+        if late is not None:
+            landed = {gradient: (tensor, inputs[gradient][1]) for gradient, tensor in late.landed.items()}
+            inputs = {**inputs, **landed}
+            arrivals.append(late)
+            buffers.append(late.buffer)
         moved_bytes = 0
         for of_segment in by_segment:
             landing = of_segment.pass_landing()
@@ -127,36 +127,28 @@ class UnitSteps:
         weights = {gradient.weight for gradient in inputs}
         generations = self._next_generations(unit, step.optimizer_weights)
         action = partial(_step_unit, unit, step, updates, weights, generations)
-        release = partial(_release_buffers, buffers, [late.sources for late in late_gradients])
+        release = partial(_release_buffers, buffers, () if late is None else late.sources)
         ticket = self._hand_over(unit, weights, Job(action, arrivals, moved_bytes, release))
         for buffer in buffers:
-            buffer.last_reader = ticket
+            buffer.set_reader(ticket)
 
-    def _bring_late(
-        self,
-        by_segment: Iterable[SegmentGradients],
-        inputs: Mapping[Gradient, StepInput],
-    ) -> list[LateGradients]:
-        """Copy gradients that have waited on the device to the host, for a step there."""
-        late_gradients: list[LateGradients] = []
-        for of_segment in by_segment:
-            tensors: dict[Gradient, Tensor] = {}
-            for gradient in of_segment.gradients:
-                # A tensor that is not the engine's any more is the user's `.grad`.
-                if gradient in inputs and inputs[gradient][0] is gradient.tensor:
-                    tensors[gradient] = inputs[gradient][0]
-            if of_segment.is_on_device and tensors:
-                late = self.stream.routes.landing.land_late(of_segment.unit.name, tensors)
-                self.window.stats.bytes_to_host += late.nbytes
-                late_gradients.append(late)
-        if late_gradients:
-            self.window.stats.late_gradients += 1
-        return late_gradients
+    def _bring_late(self, unit: Unit, inputs: Mapping[Gradient, StepInput]) -> LateGradients | None:
+        """Copy all gradients of a unit that have waited on the device to the host, for a step there."""
+        tensors: dict[Gradient, Tensor] = {}
+        for gradient, (tensor, _) in inputs.items():
+            # A tensor that is not the engine's any more is the user's `.grad`.
+            if gradient.of_segment.is_on_device and tensor is gradient.tensor:
+                tensors[gradient] = tensor
+        if not tensors:
+            return None
+        late = self.stream.routes.landing.land_late(unit.name, tensors)
+        self.window.stats.bytes_to_host += late.nbytes
+        self.window.stats.late_gradients += 1
+        return late
 
     def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> Ticket:
         """Give the thread a job that changes weights of a unit; first come units that the next forward needs first."""
         window = self.window
-        window.finish_optimizer(unit)
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
@@ -173,14 +165,16 @@ class UnitSteps:
         generation is there at once.
         """
         generations = self._next_generations(unit, optimizer_weights)
-        if generations and unit.is_followed:
+        if not generations:
+            return
+        self.window.finish_optimizer(unit)
+        if unit.is_followed:
             stepped_gradients = optimizer_weights.gradients
             weights = {weight for weight in unit.weights if self.stream.gradient_of[weight] in stepped_gradients}
             published = [memory.when_published(number) for memory, number in generations]
             job = Job(partial(note_stepped, unit.segments, weights), published)
             self._hand_over(unit, weights, job)
-        elif generations:
-            self.window.finish_optimizer(unit)
+        else:
             for segment in unit.segments:  # the optimizer's own code may have stepped the masters
                 segment.detect_changes()
                 segment.refresh_copies()
@@ -233,7 +227,7 @@ class UnitSteps:
 # ---------------------------------------------------------------------------- what a step does with a unit's weights
 
 
-def _release_buffers(buffers: Sequence[LandingBuffer], sources: Sequence[Sequence[Tensor]]) -> None:
+def _release_buffers(buffers: Sequence[LandingBuffer], sources: Sequence[Tensor]) -> None:
     """Release buffers whose gradients were read; the job has kept their `sources` on the device until now."""
     for buffer in buffers:
         buffer.release()

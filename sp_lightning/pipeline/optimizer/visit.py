@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import (
@@ -192,6 +192,7 @@ class Visits:
         # the pieces of each segment, and the memory in which its state and gradients lay for them
         self._known: dict[Segment, tuple[HostBuffer, GradientMemory | None, Sequence[Piece]]] = {}
         self._buffers: list[PieceBuffer] = []
+        self._turns = count()  # which of them comes next
 
     def visit_of(self, step: Step, used: Mapping[Gradient, StepInput]) -> Visit | str:
         """Return a visit of a unit that makes this step, which uses these gradients; or why it cannot."""
@@ -225,8 +226,16 @@ class Visits:
             if not one_pass.takes(work._replace(gradient=None, copy=None)):
                 return no_pass
             updates.append(_Update(one_pass, work, tensor, gradient.factors))
+        if not any(update.work.weight.numel() for update in updates):
+            return ""  # there is nothing to move
         lay_together(of_segment.unit, step.optimizer)
-        return Visit(self, of_segment, self._pieces_of(of_segment, updates), updates)
+        try:
+            pieces = self._pieces_of(of_segment, updates)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return "GPU memory has no room for a piece of optimizer state"
+        return Visit(self, of_segment, pieces, updates)
 
     def _pieces_of(
         self,
@@ -245,9 +254,8 @@ class Visits:
         if self.nbytes() < PIECES_AT_ONCE * most:
             self.close()
             self._buffers = [PieceBuffer(most, self.backend) for _ in range(PIECES_AT_ONCE)]
-            self._turns = cycle(self._buffers)
         for piece in pieces:
-            piece.lie_in(next(self._turns))
+            piece.lie_in(self._buffers[next(self._turns) % PIECES_AT_ONCE])
         self._known[segment] = state, gradients, pieces
         return pieces
 

@@ -30,7 +30,7 @@ class Readers:
     calls_to_come: int = 0  # calls of live graphs that no backward has reached yet
     # whether somebody has an alias of a master that was taken in this step
     has_aliases: bool = False
-    # whether a custom Function was given one of its weights in this step, and may read it in backward
+    # whether a custom Function was applied in a call in this step, and may read its weights in backward
     has_raw_readers: bool = False
 
     @property
@@ -199,8 +199,8 @@ class Member:
                 prepare(twin)
             # where `functional_call` has put another tensor, that stays
             if entry.parameters.get(entry.key) is master:
+                entry.has_leaf = True  # an interrupt may come before the next line
                 entry.parameters[entry.key] = twin.parameter
-                entry.has_leaf = True
                 if entry.weight.leaf_count == 0 and entry.weight.leaf_departs:
                     twin.parameter.__class__ = entry.weight.leaf_class
                 entry.weight.leaf_count += 1
@@ -214,10 +214,10 @@ class Member:
             weight = entry.weight
             if not entry.has_leaf or (weight.twin.unit.resident and not resident_too):
                 continue
-            entry.has_leaf = False
             current = entry.parameters.get(entry.key)
             if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.other_twins):
                 entry.parameters[entry.key] = weight.master
+            entry.has_leaf = False
             weight.leaf_count -= 1
             if weight.leaf_count == 0 and weight.leaf_departs:
                 weight.twin.parameter.__class__ = DepartedLeaf
@@ -238,7 +238,8 @@ class Member:
             for entry, twin in replaced:
                 # a unit that backward has reached still holds the twin that stands for the weight now
                 if entry.parameters.get(entry.key) is twin.parameter:
-                    entry.parameters[entry.key] = entry.weight.twin.parameter
+                    weight = entry.weight
+                    entry.parameters[entry.key] = weight.twin.parameter if entry.has_leaf else weight.master
 
     def uses(self, weight: Weight) -> bool:
         """Tell whether its call may use a weight."""

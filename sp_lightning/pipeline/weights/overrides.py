@@ -32,8 +32,8 @@ Kinds = Sequence[type[nn.Parameter]]
 class SeesFunctions(Protocol):
     """Whoever wants to know of custom autograd Functions that are applied."""
 
-    def note_function(self, given: Sequence[Any], output: Any) -> None:
-        """Note what a Function was given, and what it has returned."""
+    def note_function(self, output: Any) -> None:
+        """Note what a Function has returned."""
 
 
 class RunningCalls(threading.local):
@@ -103,7 +103,7 @@ def _see_functions(kinds: Kinds) -> None:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         output = _ask(kinds, bind(cls), args, kwargs)
         for call in running_calls.stack:
-            call.note_function(args, output)
+            call.note_function(output)
         return output
 
     Function.apply = classmethod(apply)

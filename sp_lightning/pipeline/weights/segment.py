@@ -308,11 +308,7 @@ class GradientLayout:
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         self._offsets = offsets[:-1]
         self.norms_at = offsets[-1]
-        # Torch would compute norms in the masters' dtype; None if norms are not measured in that.
-        self.norm_dtype: torch.dtype | None = None
-        master_dtypes = {weight.dtype for weight in weights}
-        if len(master_dtypes) == 1 and master_dtypes <= MEASURED:
-            self.norm_dtype = master_dtypes.pop()
+        self.norm_dtype = norm_dtype_of(weights)
 
     def views(self, memory: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return bytes of `memory` as the gradients, and as their norms."""
@@ -320,6 +316,12 @@ class GradientLayout:
         norms = torch.empty(len(self.dtypes), device="meta")
         gradients = [tensor_in(memory, offset, form, dtype) for offset, form, dtype in slots]
         return gradients, tensor_in(memory, self.norms_at, norms, torch.float32)
+
+
+def norm_dtype_of(weights: Iterable[Weight]) -> torch.dtype | None:
+    """Return the dtype in which torch would compute norms of gradients: the masters'; None if they are not measured."""
+    dtypes = {weight.dtype for weight in weights}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= MEASURED else None
 
 
 def gradient_bytes(weights: Iterable[Weight]) -> int:

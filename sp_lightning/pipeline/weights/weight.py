@@ -7,7 +7,6 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -40,7 +39,8 @@ def used_in_step(name: str, use: str) -> RuntimeError:
     return RuntimeError(
         f"The gradient of weight {name!r} was used in an optimizer's step, and was not zeroed since. Now "
         f"{use}. Plain training would use that gradient again, but superpipeline has dropped it. Call "
-        "`zero_grad()` between the step and the next backward."
+        "`zero_grad()` between the step and the next backward. To read gradients after the step, train with "
+        "`overlap_optimizer=False`."
     )
 
 
@@ -133,16 +133,6 @@ class WeightGuard(Protocol):
         """Note that autocast casts a weight, and return the leaf to cast."""
 
 
-class Leftover(enum.Enum):
-    """The gradient that plain training has in a master's `.grad`, where the engine has none."""
-
-    NOTHING = enum.auto()
-    USED = enum.auto()
-    """An optimizer's step has used the gradient, and nobody has zeroed it since."""
-    ZEROS = enum.auto()
-    """`zero_grad(set_to_none=False)` has left zeros."""
-
-
 class Weight:
     """A weight of the model."""
 
@@ -168,7 +158,8 @@ class Weight:
         self.cast_in = 0  # the number of the graph with the last cast
         # The guard intercepts access to the master from outside of the engine; None when detached.
         self.guard: WeightGuard | None = None
-        self.leftover = Leftover.NOTHING
+        # Whether the engine has dropped the gradient after an optimizer's step has used it, and nobody has zeroed it.
+        self.has_used_gradient = False
         self.replacements = 0  # how often the master was found in other memory
         # Whether a forward has written to the weight in a way that torch does not count.
         self.changes_unseen = False
@@ -231,7 +222,7 @@ class Weight:
         """Release host memory: the weight stays on the device, or nothing streams it any more."""
         self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
         self.stays_on_device = True
-        self.leftover = Leftover.NOTHING  # its `.grad` is the user's from now on
+        self.has_used_gradient = False  # its `.grad` is the user's from now on
 
     def locate_master(self) -> int:
         """Locate the master, which `p.data = ...` may have put into other memory, or back; return its version.
@@ -261,8 +252,9 @@ class Weight:
         """
         if self.guard is not None and type(self.master) is nn.Parameter:
             return True
-        return self.master.data_ptr() != self._address and _form(self.master) != _form(self.home)
+        return self.master.data_ptr() != self._address and form_of(self.master) != form_of(self.home)
 
 
-def _form(tensor: Tensor) -> tuple[object, ...]:
+def form_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return all by which tensors with the same values may differ."""
     return tensor.dtype, tensor.shape, tensor.device, tensor.stride()

@@ -9,22 +9,28 @@ import ctypes
 import functools
 import io
 import itertools
+import logging
 import queue
 import random
 import tempfile
 import threading
+import tracemalloc
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 from torch.utils.dlpack import to_dlpack
+
+from sp_lightning.pipeline.activations import looks
 
 from ...helpers import Run, assert_same_story, attached
 from ...zoo.blocks import Block, Chain
@@ -98,6 +104,11 @@ def past_versions(state: Tensor) -> float:
 @torch.no_grad()
 def adding_to_first(state: list[Tensor]) -> float:
     return adding(state[0])
+
+
+def swapping(state: Any) -> float:
+    state.count = torch.cos if state.count is torch.sin else torch.sin
+    return state.count(torch.ones(())).item()
 
 
 def moving(state: torch.distributions.Normal) -> float:
@@ -175,6 +186,7 @@ SEEN: dict[str, tuple[Callable[[], Any], Change]] = {
     "method": (lambda: Plain().__call__, lambda state: state()),
     "builtin method": (lambda: numbers().pop, lambda state: state()),
     "callable": (Plain, lambda state: state()),
+    "another function": (lambda: Plain(torch.sin), swapping),
     "hidden by __getstate__": (Hiding, counting),
     "number with an attribute": (lambda: Number(1), counting),
     "set of objects": (lambda: frozenset({Plain().__call__}), lambda state: next(iter(state))()),
@@ -182,7 +194,7 @@ SEEN: dict[str, tuple[Callable[[], Any], Change]] = {
     "method of a module": (lambda: Counting().forward, lambda state: state()),
     "parameter": (lambda: [nn.Parameter(torch.ones(1))], adding_to_first),
     "tensor past its version": (lambda: torch.ones(2), past_versions),
-    "large tensor past its version": (lambda: torch.ones(20_000), past_versions),
+    "larger tensor past its version": (lambda: torch.ones(10_000), past_versions),
     "tensor with an attribute": (lambda: setattr(state := torch.ones(1), "count", 0.0) or state, counting),
     "storage": (lambda: torch.ones(1).untyped_storage(), then(lambda s: s.__setitem__(0, s[0] + 1), lambda s: s[0])),
     "distribution": (lambda: torch.distributions.Normal(torch.ones(1), 1.0), moving),
@@ -288,22 +300,15 @@ def test_state_that_nobody_sees(kind: str, is_given: bool, policy: str) -> None:
 
 # ------------------------------------------------------------------------------------------ how often it is looked at
 
-looked_at: list[object] = []  # global variables
-ended: list[str] = []
-
-
-class Watched:
-    def __getstate__(self) -> dict[str, Any]:
-        looked_at.append(self)
-        return {}
+ended: list[str] = []  # a global variable
 
 
 class Noting(Block):
-    """Notes that a forward has come to its end, behind all that it saves; nobody is interested in it."""
+    """Notes that a forward has come to its end, behind all that it saves."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.watched, self.lock = name, Watched(), threading.Lock()
+        self.name, self.watched = name, torch.ones(1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x) / 0 if self.name == "nan" else super().forward(x)
@@ -311,9 +316,15 @@ class Noting(Block):
         return x
 
 
-def test_units_are_looked_at_twice() -> None:
+def test_units_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Around the first two forwards, and at the end of the first two second ones, where NaN is NaN."""
-    model, counts = Chain(Noting(name) for name in ("a", "b", "nan")), []
+    model, counts, looked_at = Chain(Noting(name) for name in ("a", "b", "nan")), [], []
+
+    def noting(tensor: Tensor) -> int:
+        looked_at.extend([tensor] if tensor.shape == (1,) else [])
+        return tensor._version
+
+    monkeypatch.setattr(looks, "version_of", noting)
     with attached(model, activations="recompute") as pipe:
         for step in range(4):
             looked_at.clear()
@@ -323,6 +334,98 @@ def test_units_are_looked_at_twice() -> None:
             counts.append((len(looked_at), len(ended)))
         assert pipe.stats.recomputed == 3 + 2 + 2 + 2
     assert counts == [(3 * 2, 3 + 3), (3 * 2, 3 + 2), (0, 3), (0, 3)]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def with_partial() -> Any:
+    return functools.partial(torch.add, torch.ones(1), alpha=2)
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "containers": lambda: (1, [2.5, {"a": {"b"}, 3: frozenset({4})}], collections.OrderedDict(a=1)),
+    "named tuple": lambda: Pair(1, [torch.float32, slice(2), Pair]),
+    "object": lambda: Plain([Plain(1), types, logging.getLogger("a"), weakref.ref(Plain), torch.ops.aten.add.Tensor]),
+    "callables": lambda: [with_partial(), Plain(0.0).__call__, torch.tanh, len, [].append, with_closure()],
+    "numpy": lambda: [numpy.ones(3), numpy.array(["a"]), numpy.float32(1), numpy.bool_(True)],
+    "modules": lambda: [nn.Linear(2, 2), Counting(), nn.ModuleDict({"a": nn.Tanh()})],
+    "tensors": lambda: [torch.ones(2), torch.ones(2, device="meta"), torch.eye(2).to_sparse(), torch.ones(20_000)],
+    "rare tensors": lambda: [
+        torch.ones(2, dtype=torch.cfloat).conj(),
+        torch.ones(2).to(torch.float8_e5m2),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        torch.nested.nested_tensor([torch.ones(1)]),
+        TwoTensor(torch.ones(2), torch.ones(2)),
+    ],
+}
+
+
+class Holding(Block):
+    """Has a value that stays as it is, and makes another one like it in each forward if that is compared by value."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.held, self.sizes = make(), ()
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        self.sizes = (len(x), [*x.shape], {"a": {1}})
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("error:.*second time", "ignore:(The PyTorch API of nested|torch.quantize)")
+def test_what_stays_as_it_is_keeps_no_unit_from_recomputing() -> None:
+    given = [torch.ones(1), nn.Tanh(), Counting().forward, torch.tanh, len, numpy.float32(1), slice(1), Pair]
+    model = nn.ModuleList(map(Holding, HELD.values()))
+    with attached(model, activations="recompute") as pipe:
+        for step in range(3):
+            with pipe.step():
+                x = Run.rows(step)
+                for block in model:
+                    x = block(x, *given)
+                x.sum().backward()
+        assert pipe.stats.recomputed == 2 * (len(HELD) - 1), "the first call makes `sizes`"
+
+
+def test_a_look_reads_no_data() -> None:
+    """What is large, leads to too much or has memory in C is not compared: it counts as changed."""
+    memory = numpy.zeros(1 << 24, numpy.uint8)
+    for data in (memory, memory[:9].view(numpy.memmap), [0] * 200_000, {"a": [{"b": 1} for _ in range(60_000)]}):
+        module = nn.Module()
+        module.data = data
+        tracemalloc.start()
+        look = looks.Look([module], [])
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < memory.nbytes / 2
+        assert "'data'" in (look.obstacle() or "")
+        assert looks.Look([], [module]).obstacle() == "changes what it is given"
+
+
+class ReturnsData(nn.Module):
+    """Returns what cannot be searched for tensors, beside its result; nothing that it saves is a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(torch.tanh(x + self.bias))
+        y.data_set = [0] * 200_000
+        return y
+
+
+def test_a_unit_that_returns_what_cannot_be_searched_keeps() -> None:
+    """Its second output could not be compared with the first."""
+
+    def story(run: Run) -> None:
+        run.normal_step("step", None)
+        assert run.pipe is None or run.pipe.stats.recomputed == 1
+
+    build = lambda: Chain([Block(), ReturnsData(), Block()])  # noqa: E731
+    assert_same_story(story, build, units=[Block, ReturnsData], activations="recompute")
 
 
 class EveryOther(Block):

@@ -181,3 +181,35 @@ def test_gradients_that_are_asked_for(cache: bool, penalized: bool) -> None:
         actual = ask(model, pipeline)
     assert [gradient.dtype for gradient in actual] == [torch.float32] * len(expected)
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_new_use_outside_of_a_unit_that_runs_again(within: bool) -> None:
+    """Its second forward computes with what the first had, and the module tree has the weight as it is afterwards."""
+
+    def train(model: nn.Sequential, pipeline: Pipeline | None) -> list[Tensor]:
+        x, optimizer, found = torch.linspace(-1, 1, 32).view(4, 8), SGD(model.parameters(), 0.01), []
+        for step in range(3):
+            with nullcontext() if pipeline is None else pipeline.step():
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    loss = model(x).float().square().mean()
+                    if step > 0:
+                        loss = loss + F.linear(x, model[1].layer.weight).float().square().mean()
+                if within:
+                    loss.backward()
+            if not within:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(lambda block, x, y: y.sin().exp()) for _ in range(4)])
+    for block in plain:
+        block.also = True
+    model = copy.deepcopy(plain)
+    expected = train(plain, None)
+    with attached(model, units=Block, activations="recompute") as pipeline:
+        assert all(map(torch.equal, train(model, pipeline), expected))
+        assert pipeline.stats.recomputed

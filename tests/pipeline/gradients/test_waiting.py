@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from sp_lightning.pipeline import Planner
 from sp_lightning.pipeline.gradients import routes
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 
-from ...helpers import assert_same_trace, is_block
+from ...helpers import PATIENCE, assert_same_trace, attached, is_block
 from ...lightning_modules import fit_placed
 from ...planning.parts import BLOCKS, Fixed, train_placed
 from ...zoo.blocks import WIDTH, Chain, Gated, chain
@@ -154,6 +155,94 @@ def test_gradients_that_somebody_looks_at(visits: bool) -> None:
     torch.testing.assert_close(seen[len(seen) // 2 :], seen[: len(seen) // 2], rtol=0, atol=0)
     assert stats.late_gradients > 0
     assert bool(stats.visits) is visits
+
+
+@pytest.mark.parametrize("waiting", [(2,), range(BLOCKS)], ids=["one", "all"])
+@pytest.mark.parametrize("is_trained", [lambda micro: micro > 0, lambda micro: micro == 0], ids=["thawed", "frozen"])
+def test_weights_that_are_frozen_or_thawed_between_micro_batches(is_trained: Any, waiting: Any) -> None:
+    """Thawed ones are a second segment of their unit; frozen ones keep the norms of earlier gradients."""
+
+    def before_batch(micro: int, model: nn.Module) -> None:
+        model.get_submodule("blocks.2.down").requires_grad_(is_trained(micro))
+
+    # The landing buffer for the large block is the only one that is large enough for either of its segments.
+    hidden = [48, 48, 192, 48, 48, 48]
+    how: dict[str, Any] = {"clip": 0.01, "accumulate": 3, "before_batch": before_batch, "hidden": hidden}
+    expected, _ = train_placed(OPTIMIZERS["fused"], None, **how)
+    actual, stats = train_placed(OPTIMIZERS["fused"], Fixed((2, (), (), waiting)), **how)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert stats.late_gradients == 7 * len(waiting)
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+@pytest.mark.usefixtures("little_host_memory")
+def test_landing_buffers_that_grow_in_a_step() -> None:
+    """Most of the model is thawed while gradients of the rest wait."""
+
+    def train(streamed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Chain(Gated(16, 48) for _ in range(BLOCKS)).requires_grad_(False)
+        for block in model.blocks:
+            block.gate.requires_grad_(True)
+        options: dict[str, Any] = {"units": is_block, "memory_budget": 250_000}
+        pipeline = superpipeline(model, "cpu", **options) if streamed else None
+        optimizer = torch.optim.AdamW(model.parameters())
+        if pipeline is not None:
+            pipeline.waiting.limit(1_000)
+        for _ in range(2):
+            model(torch.ones(2, 16)).square().sum().backward()
+            model.requires_grad_(True)
+        optimizer.step()
+        if pipeline is not None:
+            assert pipeline.stats.late_gradients == BLOCKS
+            pipeline.detach()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    torch.testing.assert_close(train(streamed=True), train(streamed=False), rtol=0, atol=0)
+
+
+class GivesView(torch.autograd.Function):
+    """Returns a view of the weight itself as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return gradient, weight.view(-1).view_as(weight)
+
+
+class Viewed(Gated):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.own = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(GivesView.apply(x, self.own))
+
+
+def test_a_gradient_that_lies_in_memory_of_others() -> None:
+    """Another unit gets that memory before the optimizer reads the gradient."""
+
+    def train(planner: Planner | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Chain(Viewed(16, 48) for _ in range(BLOCKS))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+        with nullcontext() if planner is None else attached(model, planner) as pipeline:
+            clipping = None if pipeline is None else pipeline.optimizers.clipping
+            for _ in range(3):
+                with nullcontext() if clipping is None else clipping.measuring_norms():
+                    model(torch.ones(2, 16)).square().mean().backward()
+                if clipping is not None:
+                    clipping.clip_grad_norm(model.parameters(), 1e9)  # which leaves them as they are
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    torch.testing.assert_close(train(Fixed((2, (), (), range(BLOCKS)))), train(None), rtol=0, atol=0)
 
 
 class Reversed(Chain):

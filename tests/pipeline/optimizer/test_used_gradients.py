@@ -1,4 +1,4 @@
-"""Gradients that a step has used: there until the next step of the module begins, and never missed in silence."""
+"""Gradients that a step has used: kept as long as the engine can, and never missed in silence."""
 
 from __future__ import annotations
 
@@ -118,7 +118,16 @@ def zeroed_by_hand(model: nn.Module, after_forward: bool) -> list[Any]:
     return everything(model, optimizer)
 
 
+def never_zeroed(model: nn.Module) -> list[Any]:
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+    return [*everything(model, optimizer), *[p.grad for p in model.parameters()]]
+
+
 LOOPS: dict[str, Loop] = {
+    "never zeroed": never_zeroed,
     "two optimizers": two_optimizers,
     "twice": twice,
     "zeros of an optimizer": lambda model: zeroed_to_zeros(model, lambda _, o: o.zero_grad(set_to_none=False)),
@@ -144,7 +153,13 @@ def clip(model: nn.Module, pipeline: Pipeline, _: Optimizer) -> None:
     pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.1)
 
 
+def read_one(model: nn.Module, pipeline: Pipeline, optimizer: Optimizer) -> None:
+    """As a logger, a scheduler or a progress bar of a user's own may do."""
+    assert model[0].weight.grad is not None
+
+
 USES: dict[str, Callable[[nn.Module, Pipeline, Optimizer], Any]] = {
+    "read": read_one,
     "step": lambda model, _, optimizer: optimizer.step(),
     "the step of another": lambda model, *_: Own(model.parameters(), lr=0.1).step(),
     "clip": clip,
@@ -153,15 +168,18 @@ USES: dict[str, Callable[[nn.Module, Pipeline, Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_gradient_that_is_used_again_is_an_error(use: str) -> None:
-    """It is gone, and plain training would add to it. After `zero_grad` all is well."""
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_gradient_that_is_used_again_is_an_error(use: str, adds: bool) -> None:
+    """It is gone, and plain training would use it, or add to it. After `zero_grad` all is well."""
     with attached(model := chain()) as pipeline:
         optimizer = SGD(model.parameters(), lr=0.1)
-        backward(model)
+        stepped_early(pipeline, model, optimizer)
         optimizer.step()
-        backward(model)
-        with pytest.raises(RuntimeError, match="'0.weight' was used in an optimizer's step.*`zero_grad"):
-            USES[use](model, pipeline, optimizer)
+        if adds:
+            backward(model)
+        for _ in range(2):  # reading it does not make it another one
+            with pytest.raises(RuntimeError, match="'0.weight' was used in an optimizer's step.*`zero_grad"):
+                USES[use](model, pipeline, optimizer)
         optimizer.zero_grad()
         backward(model)
         USES[use](model, pipeline, optimizer)
@@ -176,13 +194,15 @@ def test_clipping_what_was_used_in_backward_is_an_error() -> None:
         optimizer.step()
 
 
-def test_gradients_of_a_step_that_nobody_zeroed_go_with_the_next_one() -> None:
-    """They would have to be copied if weights get other places then, or as the module is detached."""
+def test_gradients_of_a_step_that_nobody_zeroed_go_as_weights_get_other_places() -> None:
+    """They would have to be copied, also as the module is detached."""
     with attached(model := chain()) as pipeline:
         optimizer = SGD(model.parameters(), lr=0.1)
         backward(model)
         optimizer.step()
-        assert all(isinstance(gradient.tensor, Tensor) for gradient in pipeline._engine.stream.gradient_of.values())
         model(X)
+        assert all(isinstance(gradient.tensor, Tensor) for gradient in pipeline._engine.stream.gradient_of.values())
+        pipeline._engine.place_weights()
         assert all(gradient.tensor is None for gradient in pipeline._engine.stream.gradient_of.values())
-        assert model[0].weight.grad is None
+        with pytest.raises(RuntimeError, match="'0.weight' was used in an optimizer's step"):
+            read_one(model, pipeline, optimizer)

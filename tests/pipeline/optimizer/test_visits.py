@@ -299,6 +299,58 @@ def test_two_optimizers_step_a_unit_in_turn() -> None:
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
+def test_a_device_without_memory_for_pieces_leaves_steps_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first units are on their way then; the next step tries again."""
+    made: list[int] = []
+    make = visit.PieceBuffer.__init__
+
+    def runs_out(self: pieces.PieceBuffer, nbytes: int, backend: HostBackend) -> None:
+        made.append(nbytes)
+        if len(made) <= 2:
+            raise torch.OutOfMemoryError("no memory")
+        make(self, nbytes, backend)
+
+    monkeypatch.setattr(visit.PieceBuffer, "__init__", runs_out)
+    assert assert_same(OPTIMIZERS["ours"], [0, 1, 2, 4]) == 4 * 6 - 2
+
+
+class WithNothing(nn.Linear):
+    """A layer with a weight without elements."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__(16, 16)
+        self.requires_grad_(not is_frozen)
+        self.nothing = nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "ours, int8"])
+def test_weights_without_elements(name: str) -> None:
+    """A unit that trains nothing else is left to the host."""
+
+    def train(planner: Fixed | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[WithNothing(is_frozen=number == 2) for number in range(4)])
+        options = PipelineOptions(units=[WithNothing])
+        pipeline = None if planner is None else Pipeline(model, "cpu", options=options, planner=planner)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for _ in range(4):
+            model(torch.ones(2, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        visits = 0 if pipeline is None else pipeline.stats.visits
+        if pipeline is not None:
+            pipeline.detach()
+        return [parameter.detach() for parameter in model.parameters()], visits
+
+    expected, _ = train(None)
+    actual, visits = train(Fixed((2,), (2, (), range(4))))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert visits == 3 * 3
+
+
 def test_state_is_page_locked_from_when_it_is_made() -> None:
     """Of a unit that is to visit from then on; of others, from their first visit."""
     model, planner, backend = chain(BLOCKS, 16, 48), Fixed((2, (), [0]), (2, (), [0, 1])), LocksPages()

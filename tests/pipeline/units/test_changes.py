@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -56,3 +57,24 @@ def test_a_changed_tree_is_arranged_anew(change: Callable[[nn.Sequential], objec
         assert arrangements_of_a_step() == 0
     finally:
         pipeline.detach()
+
+
+CONVERSIONS: dict[str, Callable[[nn.Linear], object]] = {
+    "shape": lambda layer: setattr(layer.weight, "data", layer.weight.data[:1].repeat(5, 1)),
+    "dtype": lambda layer: setattr(layer.weight, "data", layer.weight.data.double()),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_weight_that_is_converted_while_it_has_a_gradient(convert: Callable[[nn.Linear], object]) -> None:
+    """As transformers resizes embeddings: the gradient stays as it was until it is zeroed."""
+    found = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+        with superpipeline(layers, "cpu", k=1) if streamed else nullcontext():
+            layers(torch.ones(1, 3)).sum().backward()
+            convert(layers[1])
+            found.append([layers[1].weight.detach().clone(), layers[1].weight.grad, layers[0].weight.grad])
+            layers.zero_grad()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
