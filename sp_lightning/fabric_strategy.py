@@ -270,7 +270,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
             pass
         output = super().optimizer_step(optimizer, **kwargs)
         for model in self._models_of(optimizer):
-            model.meetings.weights_may_change()
+            model.meetings.meeting_due = True
         return output
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
@@ -319,7 +319,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         super().load_module_state_dict(module, state_dict, strict)
         if attached is not None:
             attached.pipeline.weights_changed()
-            attached.meetings.weights_may_change()
+            attached.meetings.meeting_due = True
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

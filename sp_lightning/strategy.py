@@ -31,7 +31,7 @@ from sp_lightning.trainer.host_memory import (
 )
 from sp_lightning.trainer.narrator import CountedCopies, Narrator, ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
-from sp_lightning.trainer.processes import Meetings, ProcessesMixin
+from sp_lightning.trainer.processes import Meetings, ProcessesMixin, meet_before_hooks
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
@@ -77,14 +77,15 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        trainer = self._trainer
         if self.meetings.processes is None:
             self.meetings = Meetings(self.processes_of_a_model())
-        trainer = self._trainer
+            if self.meetings.processes is not None and trainer is not None:
+                meet_before_hooks(trainer, self.lightning)
         if trainer is not None:
-            is_shared = self.meetings.processes is not None
-            keep_averages_on_host(trainer, is_shared, self.meetings.follows, self.lightning)
-            # on the CPU, plain training trains the originals as well
-            if self.root_device.type != "cpu":
+            keep_averages_on_host(trainer, self.meetings.follows, self.lightning)
+            # on the CPU, plain training trains the originals as well, which several processes cannot share
+            if self.root_device.type != "cpu" or self.is_distributed:
                 copy_pruned_originals(trainer, self.lightning)
 
     @contextmanager
@@ -231,7 +232,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
 
     @override
     def on_train_end(self) -> None:
-        self.barrier()  # the last weights may be averages that another process has written
+        self.meetings.share_weights(self.pipeline)  # the last ones may be averages
         self.narrator.end(self.pipeline)
 
     on_test_end = on_predict_end = on_train_end
@@ -240,11 +241,11 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     def on_validation_start(self) -> None:
         self.meetings.weights_may_change()  # callbacks may put averages in their place
 
+    on_test_start = on_predict_start = on_validation_start
+
     @override
     def on_validation_end(self) -> None:
-        self.meetings.weights_may_change()  # and give them back
-        # others may still validate, and callbacks write to the weights of all from now on
-        self.barrier()
+        self.meetings.share_weights(self.pipeline)  # and give back those that are trained
         if not is_fitting(self._module.trainer):
             self.narrator.end(self.pipeline)
 

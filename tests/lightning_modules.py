@@ -102,6 +102,31 @@ class Base(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Average(L.Callback):
+    """A user's own, which all processes validate with, and which is what training leaves."""
+
+    def on_train_start(self, _: L.Trainer, module: L.LightningModule) -> None:
+        self.average = self.weights = [weight.detach().clone() for weight in module.parameters()]
+
+    def on_train_batch_end(self, _: L.Trainer, module: L.LightningModule, *__: Any) -> None:
+        for average, weight in zip(self.average, module.parameters(), strict=True):
+            average.lerp_(weight.detach(), 0.3)
+
+    def on_validation_epoch_start(self, _: L.Trainer, module: L.LightningModule) -> None:
+        self.weights = [weight.detach().clone() for weight in module.parameters()]
+        self.write(self.average, module)
+
+    def on_validation_epoch_end(self, _: L.Trainer, module: L.LightningModule) -> None:
+        self.write(self.weights, module)
+
+    def on_train_end(self, _: L.Trainer, module: L.LightningModule) -> None:
+        self.write(self.average, module)
+
+    def write(self, values: list[Tensor], module: L.LightningModule) -> None:
+        for value, weight in zip(values, module.parameters(), strict=True):
+            weight.data.copy_(value)
+
+
 class Adversaries(Base):
     """Manual optimization with two optimizers.
 

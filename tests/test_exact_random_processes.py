@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -20,9 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_lightning import optim
+from sp_lightning.pipeline.engine import Engine, Planner
+from sp_lightning.pipeline.window.places import WindowPlan
+from sp_lightning.planning import AutoPlanner
 
 from .helpers import Trace, assert_close_trace, assert_same_trace
-from .lightning_modules import WIDTH, Base, Block, loader, run, streamed
+from .lightning_modules import WIDTH, Average, Base, Block, loader, run, streamed
+from .planning.parts import Fixed, Wanders
 from .processes import in_processes
 
 BLOCKS = 5
@@ -38,6 +43,18 @@ CALLBACKS: dict[str, Callable[[], L.Callback]] = {
 }
 if hasattr(callbacks, "EMAWeightAveraging"):  # not in Lightning 2.5
     CALLBACKS["ema"] = partial(callbacks.EMAWeightAveraging, decay=0.5, update_every_n_steps=1)
+
+
+class Clamps(L.Callback):
+    """A user's own, which writes to weights after each batch, in all processes."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, _: L.Trainer, module: L.LightningModule, *__: Any) -> None:
+        for weight in module.parameters():
+            weight.mul_(0.99).clamp_(-0.3, 0.3)
+
+
+WRITES: dict[str, Callable[[], L.Callback]] = {"nothing": L.Callback, "clamps": Clamps, "an average": Average}
 LOOKS = ["a hook", "a hook of one", "a later hook", "after backward", "before the step"]
 # what the first process has from its own point of view, or an average that it alone keeps
 OF_THE_FIRST = re.compile(r"optimizer \d+ / \d+ / |end / buffer")
@@ -54,6 +71,8 @@ class Program:
         mixes: Whether blocks are mixtures, each of which asks some of its experts, as its gate says.
         frozen: The steps in which weights are frozen, those of half of the blocks or `some` of all.
         looks: Who looks at gradients, and when.
+        placed: Whether units stream, stay on the device from the third step on, or come and go ("wander").
+        every: After how many batches it validates; None at the end of an epoch.
     """
 
     number: int
@@ -72,6 +91,9 @@ class Program:
     activations: str
     k: int
     k_prime: int
+    writes: str
+    placed: str
+    every: int | None
 
     @staticmethod
     def draw(number: int) -> Program:
@@ -95,6 +117,9 @@ class Program:
             activations=random.choice(["keep", "recompute", "offload"]),
             k=random.randint(1, 3),
             k_prime=random.choice([1, 1, 2, 3]),
+            writes=random.choice(["nothing", *WRITES]),
+            placed=random.choice(["stream", "stream", "stay", "wander"]),
+            every=random.choice([None, 2]),
         )
         changes: dict[str, Any] = {}
         if program.uses == "gan":  # manual optimization
@@ -110,10 +135,16 @@ class Program:
     def arguments(self) -> dict[str, Any]:
         """Those of the Trainer."""
         made: dict[str, Any] = {"devices": 2, "max_epochs": 3, "precision": self.precision}
-        made |= {"accumulate_grad_batches": self.accumulate, "callbacks": [CALLBACKS[self.callback]()]}
+        made |= {"accumulate_grad_batches": self.accumulate, "val_check_interval": self.every}
+        made["callbacks"] = [CALLBACKS[self.callback](), WRITES[self.writes]()]
         if self.clip is not None:
             made |= {"gradient_clip_val": 0.01, "gradient_clip_algorithm": self.clip}
         return made
+
+    def options(self) -> dict[str, Any]:
+        """Those of the strategy."""
+        k = self.k * self.k_prime if self.placed == "stream" else "auto"
+        return {"activations": self.activations, "k_prime": self.k_prime, "k": k}
 
     def path(self, rank: int, step: int) -> list[int]:
         """The blocks that a process uses in a step, in order."""
@@ -127,6 +158,21 @@ class Program:
         elif self.uses == "late":
             path = path[: 1 + (step + rank) // 2]
         return [*path, *path[-1:]] if self.twice else path
+
+
+class ComesAndGoes(Wanders):
+    """Wants units to stay, but not to visit the device, which those of several processes never do."""
+
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        plan = super().before_step(engine, builds_graph)
+        return plan and dataclasses.replace(plan, visiting=(), waiting=())
+
+
+PLANNERS: dict[str, Callable[[int], Planner]] = {
+    "stream": lambda number: AutoPlanner(),
+    "stay": lambda number: Fixed((2,), (2,), (2, range(9))),
+    "wander": ComesAndGoes,
+}
 
 
 class Mixture(nn.Module):
@@ -243,8 +289,9 @@ def train(program: Program) -> tuple[Trace, Trace]:
     fit = partial(drive, program)
     make = partial(Unseen if program.looks == "nobody" else Module, program)
     expected = run(DDPStrategy(find_unused_parameters=True), make, fit, program.arguments)
-    options = {"activations": program.activations, "k": program.k * program.k_prime, "k_prime": program.k_prime}
-    actual = run(streamed(**options), make, fit, program.arguments)
+    planner = PLANNERS[program.placed](program.number)
+    with mock.patch("sp_lightning.strategy.AutoPlanner", return_value=planner):
+        actual = run(streamed(**program.options()), make, fit, program.arguments)
     assert any("loss" in label for label in expected), "nothing was compared"
     if dist.get_rank():
         expected, actual = ({k: v for k, v in t.items() if not OF_THE_FIRST.search(k)} for t in (expected, actual))
@@ -254,7 +301,7 @@ def train(program: Program) -> tuple[Trace, Trace]:
 def programs() -> None:
     """As many as run in half a minute; other numbers draw others. In two, one process alone placed weights anew."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for number in (*range(10), 43, 164):
+    for number in (*range(10), 33, 43, 53, 164):
         check(number)
 
 

@@ -10,9 +10,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -29,6 +31,7 @@ from sp_lightning.trainer.host_memory import materialize
 
 from .helpers import PATIENCE
 from .lightning_modules import Base, fit, streamed, trainer
+from .planning.parts import Fixed
 from .processes import in_processes, new_process
 
 MIB = 2**20
@@ -61,6 +64,8 @@ def train(shared: bool) -> tuple[int, int]:
     summary = pipeline.summary()
     of_the_device = summary.device_bytes + summary.gradient_bytes  # which here is the host
     taken = pss() - before - of_the_device - pipeline._engine.stream.routes.landing.nbytes()
+    with mock.patch("sp_lightning.pipeline.window.places.available_host_memory", return_value=0):
+        pipeline._engine.place_weights()  # all that it needs is there already
     dist.barrier()
     pipeline.detach()
     return taken, pipeline.stats.overlapped_steps
@@ -110,12 +115,14 @@ class Clamps(Base):
 
 
 def writes_by_the_owner() -> None:
-    """All compute with what it has written."""
-    module = Clamps()
-    fit(trainer(streamed(), devices=2), module)
-    seen = [value for label, value in module.trace.items() if "what was computed with" in label]
-    assert seen, "nothing was compared"
-    assert all(bool((value == 0.5).all()) for value in seen)
+    """All compute with what it has written, also on the device, where each process has a copy."""
+    for units in ((), range(9)):
+        module = Clamps()
+        with mock.patch("sp_lightning.strategy.AutoPlanner", return_value=Fixed((2,), (2, units))):
+            fit(trainer(streamed(k="auto"), devices=2), module)
+        seen = [value for label, value in module.trace.items() if "what was computed with" in label]
+        assert seen, "nothing was compared"
+        assert all(bool((value == 0.5).all()) for value in seen)
 
 
 def writes_by_others() -> None:
@@ -125,8 +132,37 @@ def writes_by_others() -> None:
         fit(trainer(streamed(), devices=2), module)
 
 
+def writes_in_a_step() -> None:
+    """They are refused where others own the weights. Nor may weights get memory that other processes do not have."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    pipeline = Pipeline(model, "cpu", processes=Processes(dist.get_world_size()))
+    weight = model[0].weight
+    for write in (lambda: weight.data.mul_(0.9), lambda: weight.detach().mul_(0.9)):
+        pipeline.meet_processes()
+        refused = pytest.raises(RuntimeError, match="Weight '0.weight' was written to in a process that shares it")
+        with refused if dist.get_rank() else nullcontext(), pipeline.step():
+            write()
+    pipeline.meet_processes()
+    weight.data = weight.data * 2
+    pipeline.meet_processes()
+    with pytest.raises(RuntimeError, match="Weight '0.weight' was given other memory"):
+        model(torch.ones(1, 4))
+    pipeline.detach()
+
+
+def writes_after_the_end() -> None:
+    """Each process has weights of its own."""
+    module = Base()
+    fit(trainer(streamed(), devices=2), module)
+    expected = 2 * module.head.weight.detach()
+    dist.barrier()
+    module.head.weight.data.mul_(2)
+    dist.barrier()
+    assert torch.equal(module.head.weight, expected)
+
+
 def test_writes() -> None:
-    in_processes([writes_by_the_owner, writes_by_others])
+    in_processes([writes_by_the_owner, writes_by_others, writes_in_a_step, writes_after_the_end])
 
 
 class Ends(L.LightningModule):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
 
 from .helpers import Trace, assert_close_trace, assert_same_trace
-from .lightning_modules import WIDTH, Adversaries, Base, fit, loader, plain, run, streamed, trainer
+from .lightning_modules import WIDTH, Adversaries, Average, Base, fit, loader, plain, run, streamed, trainer
 from .planning.parts import Fixed
 from .processes import in_processes
 from .zoo.blocks import LoRALinear
@@ -416,9 +417,12 @@ def backward_in_evaluation_steps() -> None:
 
 
 def averaged_weights() -> None:
-    """There is one average, which the owner of the weights has; the others validate with it, too."""
+    """Of Lightning's own there is one, which the owner of the weights has; the others validate with it, too.
+
+    Some units stay on the device, where each process has a copy of their weights.
+    """
     host = torch.device("cpu")
-    ways = [partial(StochasticWeightAveraging, 1e-2, swa_epoch_start=1, annealing_epochs=1, device=host)]
+    ways = [Average, partial(StochasticWeightAveraging, 1e-2, swa_epoch_start=1, annealing_epochs=1, device=host)]
     if hasattr(callbacks, "EMAWeightAveraging"):  # not in Lightning 2.5
         ways.append(partial(callbacks.EMAWeightAveraging, decay=0.5, update_every_n_steps=1))
 
@@ -427,9 +431,24 @@ def averaged_weights() -> None:
 
     for average in ways:
         assert_as_ddp(ValidatesLate, callbacks=average, max_epochs=3, compare=compare)
+        with mock.patch("sp_lightning.strategy.AutoPlanner", return_value=Fixed((2,), (2, (0, 2, 4)))):
+            arguments = {"strategy": {"k": "auto"}, "max_epochs": 3, "compare": compare}
+            assert_as_ddp(ValidatesLate, callbacks=average, **arguments)
     again = trainer(streamed(), devices=2, callbacks=[ways[-1]()])
     for _ in range(2):  # all wait for each other as often
         fit(again, WithoutDropout())
+
+
+class Prunes(callbacks.ModelPruning):
+    """Resets weights to copies of the originals, as on a GPU."""
+
+    @staticmethod
+    def _copy_param(new: nn.Module, old: nn.Module, name: str) -> None:
+        callbacks.ModelPruning._copy_param(new, deepcopy(old), name)
+
+
+def pruning() -> None:
+    assert_as_ddp(WithoutDropout, callbacks=partial(Prunes, "l1_unstructured", amount=0.3), max_epochs=3)
 
 
 def checkpoints() -> None:
@@ -470,7 +489,8 @@ def timeline_and_table() -> None:
 
 
 def test_trainer() -> None:
-    in_processes([evaluation, backward_in_evaluation_steps, averaged_weights, checkpoints, timeline_and_table])
+    checks = [evaluation, backward_in_evaluation_steps, averaged_weights, pruning, checkpoints, timeline_and_table]
+    in_processes(checks)
 
 
 # --------------------------------------------------------------------------------------------------------- launching

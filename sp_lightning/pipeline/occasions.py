@@ -6,11 +6,10 @@ tree, what past steps have shown (`Learned`), another plan, and another autocast
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.window.places import WindowPlan
@@ -46,35 +45,49 @@ class Occasions:
         if may_place and not engine.sums_gradients:
             self._adopt_plan(self._wanted_plan)
 
-    def meet(self) -> None:
-        """Meet the other processes, before the first step after one that changed weights."""
+    def meet(self, places: bool) -> None:
+        """Meet the other processes: all get what the first one has written to weights, which are placed if asked.
+
+        Raises:
+            RuntimeError: A process has written to a weight, and the process that owns it has not.
+        """
         engine = self._engine
         processes = engine.processes
         if processes is None:
             return
         learned = engine.learned
         with engine.at_work:
-            edited: Sequence[str] | RuntimeError
-            try:
-                edited = engine.window.pop_edited_segments()
-            except RuntimeError as error:  # this process has written, and may not
-                edited = error
+            if not places:
+                engine.steps.settle()
+            processes.look_at_copies()
+            edited = {*engine.window.pop_edited_segments(), *processes.written_copies}
             with without_torch_function():
                 learned.note_trained(engine.arrangement.every_weight)
             engine.room.least = None
             has_news = learned.has_news or (learned.order is None and bool(self._called_units()))
-            own_state = edited, has_news, self._wanted_plan, engine.room.budget
-            edits, news, plans, budgets = zip(*processes.gather(own_state), strict=True)
-            for edit in edits:
-                if isinstance(edit, RuntimeError):
-                    raise edit
+            may_differ = processes.copies_may_differ
+            own_state = edited, may_differ, has_news, self._wanted_plan, engine.room.budget
+            edits, may_differs, news, plans, budgets = zip(*processes.gather(own_state), strict=True)
+            processes.check_edits(edits)
             engine.window.note_edits_elsewhere(edits[processes.owner])
+            processes.share_copies(None if any(may_differs) else edits[0])
             engine.room.least = min(filter(None, budgets), default=None)
+            if not places:
+                return
             if any(news):
                 learned.agree(engine.module, engine.arrangement.units, self._called_units(), processes)
                 self._place_by_findings()
             else:
                 self._adopt_plan(plans[0])
+
+    def end_step(self) -> None:
+        """Raise if this process has written to weights in the step that ends, and another one owns them."""
+        processes = self._engine.processes
+        if processes is not None and not processes.box.is_keeper:
+            self._engine.window.refuse_writes()
+            processes.look_at_copies()
+            for name in processes.written_copies:
+                raise written_by_follower(name)
 
     def _place_by_findings(self) -> None:
         """Place weights again if findings call for it, or even divide the module again."""

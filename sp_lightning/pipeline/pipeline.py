@@ -125,7 +125,7 @@ class Pipeline:
         self._parts.learned.autocasts.default = autocast_dtype(self.device.type)
         self._parts.take_over(self._story, self._calls)
         if processes is not None:  # unmanaged parameters are not in shared memory
-            processes.broadcast(self.arrangement.unmanaged.values())
+            processes.share_copies()
         listen_to_optimizers(self.optimizers)
         _attached.add(self)
         atexit.register(self._end_threads)
@@ -163,13 +163,13 @@ class Pipeline:
         if self.processes is not None and self.processes.passes == before:
             self._story.add_up_with_others()
 
-    def meet_processes(self) -> None:
-        """Exchange edits of weights and findings between all processes.
+    def meet_processes(self, places: bool = True) -> None:
+        """Have all processes use what the first one has written to weights, and place weights alike if asked.
 
-        All of them call it before the first step after one in which an optimizer has stepped.
+        All of them call it before each training step, and where code of users may have written to weights.
         """
         self._check_attached()
-        self._occasions.meet()
+        self._occasions.meet(places)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights in CPU memory were written to: those on the GPU are sent again."""

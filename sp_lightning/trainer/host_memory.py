@@ -88,10 +88,13 @@ def copy_pruned_originals(trainer: Any, lightning: Namespace) -> None:
 
 
 def _copy_values(copy_param: Callable[..., None], new: nn.Module, original: nn.Module, name: str) -> None:
+    memories = [(parameter, parameter.data) for parameter in new.parameters(recurse=False)]
     copy_param(new, deepcopy(original), name)
+    for parameter, memory in memories:  # others may share it
+        parameter.data = memory.copy_(parameter.data)
 
 
-def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightning: Namespace) -> None:
+def keep_averages_on_host(trainer: Any, follows: bool, lightning: Namespace) -> None:
     """Have callbacks that average weights keep their copy of the model, which `setup` makes, where its weights are.
 
     Of processes that share weights, only the one that owns them averages: those that follow it do not.
@@ -109,16 +112,11 @@ def keep_averages_on_host(trainer: Any, is_shared: bool, follows: bool, lightnin
         if isinstance(callback, lightning.swa):
             if follows:
                 callback.transfer_weights = lambda *_: None  # it steers epochs as well, so it stays
-        elif is_shared:
-            place = trainer.callbacks.index(callback)
-            waits = any(getattr(each, "on_validation_epoch_end", None) is _wait_for_all for each in trainer.callbacks)
-            if not waits:  # else from an earlier fit
-                trainer.callbacks.insert(place, lightning.lambda_callback(on_validation_epoch_end=_wait_for_all))
-            if follows:
-                own = _OwnBuffers()
-                trainer.callbacks[trainer.callbacks.index(callback)] = lightning.lambda_callback(
-                    on_validation_epoch_start=own.keep, on_validation_epoch_end=own.put_back
-                )
+        elif follows:
+            own = _OwnBuffers()
+            trainer.callbacks[trainer.callbacks.index(callback)] = lightning.lambda_callback(
+                on_validation_epoch_start=own.keep, on_validation_epoch_end=own.put_back
+            )
 
 
 class _OwnBuffers:
@@ -135,12 +133,6 @@ class _OwnBuffers:
     def put_back(self, _: Any, module: nn.Module) -> None:
         for buffer, kept in zip(module.buffers(), self._kept, strict=True):
             buffer.copy_(kept)
-        del self._kept
-
-
-def _wait_for_all(trainer: Any, _: Any) -> None:
-    """Wait until all processes have validated with averages, before the weights are put back."""
-    trainer.strategy.barrier()
 
 
 class OptimizerMemory:

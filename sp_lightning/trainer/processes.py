@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.pipeline import Pipeline, Processes
-from sp_lightning.trainer import FabricNamespace
+from sp_lightning.trainer import FabricNamespace, Namespace
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -151,6 +151,16 @@ class ProcessesMixin:
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
 
+def meet_before_hooks(trainer: Any, lightning: Namespace) -> None:
+    """Have processes wait for each other before hooks that may write to weights: others may still compute with them."""
+    hooks = dict.fromkeys(["on_train_batch_end", "on_validation_epoch_end"], _end_step)
+    trainer.callbacks.insert(0, lightning.lambda_callback(**hooks))
+
+
+def _end_step(trainer: Any, *_: Any) -> None:
+    trainer.strategy.meetings.end_step(trainer.strategy.pipeline)
+
+
 class Meetings:
     """What the processes that train one model tell each other before a step: what the first of them has changed.
 
@@ -164,7 +174,8 @@ class Meetings:
         self.processes = processes
         # whether DDP would send the first process's buffers before the next step
         self._buffers_due = False
-        self._meeting_due = False  # whether weights may have changed, which all have to see
+        self._passes = 0  # how many backward passes there had been when processes last met before a step
+        self.meeting_due = True  # whether weights may have changed, which all have to see
 
     @property
     def follows(self) -> bool:
@@ -174,19 +185,31 @@ class Meetings:
     def begin_run(self, trains: bool) -> None:
         """Prepare for steps. Buffers are shared and gradients averaged where all processes see equally many batches."""
         self._buffers_due = trains
-        self._meeting_due = trains
         if self.processes is not None:
             self.processes.trains = trains
 
     def weights_may_change(self) -> None:
-        """Note that code besides the optimizer, callbacks of a fit say, is about to write to weights, or has."""
-        self._meeting_due |= self.processes is not None and self.processes.trains
+        """Have all processes see in the next step whatever code of users writes to the first one's weights before."""
+        if self.processes is not None:
+            self.processes.copies_may_differ = True
+        self.meeting_due = True
 
     def begin_step(self, pipeline: Pipeline) -> None:
-        """Have all processes see what the first has changed, in the first step after one that changed weights."""
+        """Have all processes see what the first has changed: in each training step, and the first of an evaluation."""
         self.share_buffers(pipeline)
+        self.meeting_due |= torch.is_grad_enabled()  # an optimizer may have stepped, or callbacks written to weights
         self.meet(pipeline)
-        self._meeting_due = self._buffers_due  # an optimizer will step
+
+    def end_step(self, pipeline: Pipeline | None) -> None:
+        """Wait for the others after steps without a backward pass, in which processes wait for each other."""
+        if self.processes is not None and self.processes.passes == self._passes:
+            self.share_weights(pipeline)
+
+    def share_weights(self, pipeline: Pipeline | None) -> None:
+        """Wait until no process computes, and have all see what users' code has written to the first one's weights."""
+        if self.processes is not None and pipeline is not None:
+            self.processes.copies_may_differ = True
+            pipeline.meet_processes(places=False)
 
     def share_buffers(self, pipeline: Pipeline) -> None:
         """Give all processes the first one's buffers, before each forward after one that is trained, as DDP does."""
@@ -198,9 +221,10 @@ class Meetings:
 
     def meet(self, pipeline: Pipeline) -> None:
         """Have all processes see what the first has written to weights, if it may have."""
-        if self._meeting_due and self.processes is not None:
-            pipeline.meet_processes()
-            self._meeting_due = False
+        if self.meeting_due and self.processes is not None:
+            pipeline.meet_processes(places=self.processes.trains)
+            self.meeting_due = False
+            self._passes = self.processes.passes
 
     def without_averages(self) -> AbstractContextManager[None]:
         """Open a scope for backward passes after which averages are not complete yet."""

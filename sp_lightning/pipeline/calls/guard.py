@@ -125,6 +125,8 @@ class Guard:
                 guard, weight = guards_and_weights[0]
                 guard.before_conversion(weight, args[1])
         with without_torch_function():
+            if name == "data" and len(args) == 1 and guarded[id(args[0])][1].unit.is_followed:
+                return args[0].detach()  # counts what this process writes, which it may not do in a step
             return func(*args, **kwargs)
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:

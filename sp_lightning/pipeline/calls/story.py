@@ -110,6 +110,7 @@ class Story:
             return
         with self.at_work:
             self._window.write_back_all()
+            self._occasions.end_step()
         self.graphs.begin_graph()  # the old graph may still wait for its backward
 
     def guard_masters(self) -> None:

@@ -5,13 +5,14 @@ While they stay, their weights are plain parameters, which torch's own code step
 [Note: living in several processes]
 A unit stays on the device in all processes, or in none, as masters on the host are shared. When processes meet, the
 plan of the first one becomes everyone's (engine.py). Gradients are averaged when backward has ended, as DDP does, so
-each process steps its own copy with the same bits. State on the host belongs to the first process. It gives the state
+each process steps its own copy with the same bits. When processes meet, each gets what code of users has written to
+the first one's copy (`Processes.share_copies`). State on the host belongs to the first process. It gives the state
 to all when a unit comes to the device, and continues with its own when the unit leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import product
 from operator import attrgetter
@@ -194,7 +195,12 @@ class Living:
             hook.remove()
         trained = [parameter for parameter in arrangement.parameters_on_device if parameter.requires_grad]
         if self._processes is not None:
-            self._hooks = [_call_after_gradients(parameter, self._note_gradient) for parameter in trained]
+            self._processes.copies = arrangement.named_on_device
+            self._processes.look_at_copies(changed_alike=True)
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+                for parameter in trained
+            ]
 
     def _note_gradient(self, _: Tensor) -> None:
         self._some_came = True
@@ -210,8 +216,3 @@ class Living:
         moving = [parameter for parameter in parameters if parameter.device != device]
         self._states.move(moving, device)
         move_parameters(moving, device)
-
-
-def _call_after_gradients(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return handle

@@ -170,6 +170,8 @@ class Optimizers:
                 for gradient in optimizer_weights.gradients:
                     gradient.is_used = True
                 self.shows_used_gradients = self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP
+            if self._processes is not None:
+                self._processes.look_at_copies(changed_alike=True)
             self._steps.visits.end_step()
             self._steps.window.suspect_all()
             self._steps.window.stats.optimizer_steps += 1

@@ -2,11 +2,14 @@
 
 The first of them, the *keeper*, makes each piece of memory without a name (`memfd_create`), and the others open it
 through the keeper's entry in /proc. So nothing lies in /dev/shm, whose size containers limit, and nothing is left when
-the processes have ended, however they do. Only the keeper writes to weights: it steps them for all.
+the processes have ended, however they do. Only the keeper writes to weights: it steps them for all. What code of users
+writes in the others goes to pages of their own, until processes meet.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import sys
 import time
@@ -77,7 +80,7 @@ class Box:
                     "weights in all processes."
                 )
         try:
-            memory = _open(path, size)
+            memory, own = (_open(path, size, shared) for shared in (True, False))
         except RuntimeError as error:
             raise OSError(
                 "The processes of this machine cannot share memory: they have to run in one "
@@ -87,7 +90,7 @@ class Box:
         if file is not None:
             os.close(file)
         counters = memory[-self.count * _COUNTER_BYTES :].view(torch.int64)
-        return SharedMemory(self, names, memory[:nbytes], counters.view(self.count, -1)[:, 0])
+        return SharedMemory(self, names, memory[:nbytes], own, counters.view(self.count, -1)[:, 0])
 
     def gather(self, own: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Gather an object from each process, or from each one of another group, in the order of their ranks."""
@@ -133,9 +136,9 @@ def _new_file(nbytes: int) -> int:
     return file
 
 
-def _open(path: str, nbytes: int) -> Tensor:
+def _open(path: str, nbytes: int, shared: bool) -> Tensor:
     with torch.inference_mode(False):
-        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        return torch.from_file(path, shared=shared, size=nbytes, dtype=torch.uint8)
 
 
 def has_ended(status: Path) -> bool:
@@ -146,6 +149,15 @@ def has_ended(status: Path) -> bool:
         return True
 
 
+def written_by_follower(name: str) -> RuntimeError:
+    """Make the error for a write to a weight by a process that does not own it."""
+    return RuntimeError(
+        f"Weight {name!r} was written to in a process that shares it with process 0 of this machine, within a step, or "
+        "not in that process. Write between training steps, in a hook such as `on_train_batch_end`, and in all "
+        "processes. In a loop of your own, call `pipeline.meet_processes()` before you evaluate."
+    )
+
+
 class SharedMemory:
     """A piece of memory that all processes of a machine share.
 
@@ -153,16 +165,24 @@ class SharedMemory:
         box: The processes.
         names: The names of the weights that it is for.
         bytes: The memory.
+        own: The same memory once more, where this process alone sees what it writes: the system copies a page that it
+            writes to.
         counters: For each process, the last generation that it has published.
         generation: The generation of the memory when all work that this process has submitted is done.
     """
 
-    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, counters: Tensor) -> None:
+    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, own: Tensor, counters: Tensor) -> None:
         self.box = box
         self.names = names
         self.bytes = memory
+        self.own = own
         self.generation = 0
         self.counters = counters
+
+    def drop_own_writes(self) -> None:
+        """Have this process see in its `own` memory what all have in theirs."""
+        address, nbytes = ctypes.c_void_p(self.own.data_ptr()), ctypes.c_size_t(self.own.nbytes)
+        ctypes.CDLL(None).madvise(address, nbytes, mmap.MADV_DONTNEED)
 
     def publish(self, number: int) -> None:
         """Tell the others that this process has published a generation."""

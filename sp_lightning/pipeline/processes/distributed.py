@@ -6,7 +6,7 @@ device (averages.py). Gradients in a parameter's own `.grad` are averaged when b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -19,7 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sp_lightning.pipeline.processes.box import Box
+from sp_lightning.pipeline.processes.box import Box, written_by_follower
 from sp_lightning.pipeline.torch_private import parts_of
 
 
@@ -54,6 +54,13 @@ class Processes:
         self.steps = 0  # the number of optimizer steps taken while gradients were averaged
         # The names of weights that had a gradient in any process.
         self.trained_names: set[str] = set()
+        # Parameters that stay on the device, of which each process has a copy, by name.
+        self.copies: Mapping[str, nn.Parameter] = {}
+        # The names of those that code of users has written to here, as torch counts, since processes last met.
+        self.written_copies: set[str] = set()
+        # Whether there may have been writes that torch does not count.
+        self.copies_may_differ = False
+        self._seen_copies: dict[str, list[tuple[int, int]]] = {}
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
@@ -91,6 +98,30 @@ class Processes:
     def gather(self, own: Any) -> list[Any]:
         """Gather an object from each process of all machines, in the order of their ranks."""
         return self.box.gather(own, self._world_group)
+
+    def check_edits(self, edits: Sequence[Set[str]]) -> None:
+        """Raise if a process has edited weights that the first one of its machine has not, by their names."""
+        for rank, edited in enumerate(edits):
+            for name in edited - edits[rank - rank % self.box.count]:
+                raise written_by_follower(name)
+
+    def look_at_copies(self, changed_alike: bool = False) -> None:
+        """Note what was written to copies since the last look, unless all have `changed_alike`, as by optimizers."""
+        seen = {}
+        for name, copy in self.copies.items():
+            seen[name] = [(part._version, part.data_ptr()) for part in parts_of(copy)]
+            if not changed_alike and seen[name] != self._seen_copies[name]:
+                self.written_copies.add(name)
+        self._seen_copies = seen
+
+    def share_copies(self, names: Collection[str] | None = None) -> None:
+        """Give the first process's values of copies to all, of all copies if none are named."""
+        for name, copy in sorted(self.copies.items()):
+            if names is None or name in names:
+                self.broadcast(parts_of(copy))
+        self.look_at_copies(changed_alike=True)
+        self.written_copies.clear()
+        self.copies_may_differ = False
 
     @property
     def owner(self) -> int:
@@ -136,6 +167,7 @@ class Processes:
                 "share their weights, and one of them updates these for all. Use another optimizer, or "
                 "`Trainer(devices=1)`."
             )
+        self.look_at_copies()
         self.gather_in_step(None)
 
     def gather_in_step(self, own: Any) -> list[Any]:

@@ -105,6 +105,11 @@ class HostBuffer:
         if pin:
             self.pin()
 
+    @property
+    def masters(self) -> Tensor:
+        """The memory as users' code has it; writes to it reach no other process unless this one owns the memory."""
+        return self.bytes if self.shared is None or self.shared.box.is_keeper else self.shared.own
+
     def pin(self) -> None:
         """Pin the memory, if the backend does and it is possible."""
         if self._backend.pins and not self.pinned and self.nbytes:

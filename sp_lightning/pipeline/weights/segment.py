@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.processes.box import Box
+from sp_lightning.pipeline.processes.box import Box, written_by_follower
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
@@ -48,9 +48,10 @@ class Segment:
         # Whether another process owns the masters, which this one shares.
         self.is_followed = memory.shared is not None and not memory.shared.box.is_keeper
         self._versions: list[int] = []  # the versions of masters when they were last observed
-        self._replacements = sum(weight.replacements for weight in self.weights)
         # Whether something else than a step has changed a master, since processes last exchanged edits.
         self.is_edited = False
+        # A weight whose version has changed since then, other than by a step.
+        self._written: Weight | None = None
         self._observe_versions()
 
     def prepare(self, pin: bool) -> None:
@@ -86,11 +87,44 @@ class Segment:
     def detect_changes(self) -> None:
         """Note changes of masters since they were last observed, if torch counts them (guard.py notes the others)."""
         before = self._versions
-        is_changed = self._observe_versions()
-        if is_changed and self.is_followed:
-            self._refuse_writes(before)
-        if is_changed:
+        if self._observe_versions():
             self.note_edit()
+            for weight, known, version in zip(self.weights, before, self._versions, strict=True):
+                if version != known:
+                    self._written = weight
+
+    def check_shared(self) -> None:
+        """Raise if a step would compute with what the other processes do not have."""
+        if self.is_followed and self._written is not None:
+            raise written_by_follower(self._written.name)
+        for weight in self.weights if self.memory.shared is not None else ():
+            if weight.host is not weight.home:
+                raise RuntimeError(
+                    f"Weight {weight.name!r} was given other memory (`weight.data = ...`), which other processes do "
+                    "not have. Write into its memory: `weight.data.copy_(...)`."
+                )
+
+    def pop_edit(self) -> bool:
+        """Tell whether masters were edited since the last call. A process that follows drops what it has written."""
+        is_edited, written, shared = self.is_edited, self._written, self.memory.shared
+        self.is_edited = False
+        self._written = None
+        if shared is None:  # a weight that was made resident, of which another segment tells
+            return False
+        if shared.box.is_keeper:
+            return is_edited
+        if is_edited:
+            shared.drop_own_writes()
+        return written is not None
+
+    def leave_shared_memory(self) -> None:
+        """Have this process alone see from now on what it writes to masters."""
+        shared = self.memory.shared
+        offsets, _ = lay_out([weight.nbytes for weight in self.weights])
+        for weight, offset in zip(self.weights, offsets, strict=True):
+            if shared is not None and not weight.is_converted:
+                own = tensor_in(shared.own, offset, weight.layout, weight.dtype)
+                weight.point_master_to(own, is_filled=True, address=weight.home.data_ptr())
 
     def note_written_back(self) -> None:
         """Note that changes on the device were written back to a master."""
@@ -113,14 +147,6 @@ class Segment:
         for weight in self.weights:
             is_at_home &= weight.host is weight.home
         return is_at_home
-
-    def _refuse_writes(self, before: Sequence[int]) -> None:
-        replacements = sum(weight.replacements for weight in self.weights)
-        if replacements == self._replacements:
-            changes = zip(self.weights, before, self._versions, strict=True)
-            written = [weight for weight, known, version in changes if version != known]
-            raise written_by_follower(written[0])
-        self._replacements = replacements
 
     def note_edit(self) -> None:
         """Note that something else than a step has changed masters, or may do so."""
@@ -161,7 +187,7 @@ class Segment:
 
     def memory_of(self, weight: Weight, backend: Backend) -> HostBuffer:
         """Return the memory of one master, with its padding, as a buffer that is not pinned itself."""
-        begin = weight.home.data_ptr() - self.memory.bytes.data_ptr()
+        begin = weight.home.data_ptr() - self.memory.masters.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
         memory = self.memory.bytes[begin : begin + nbytes]
         return HostBuffer(nbytes, backend, pin=False, memory=memory)
@@ -173,15 +199,6 @@ def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None
         increment_version(weight.master for weight in weights)
         for segment in segments:
             segment.note_stepped()
-
-
-def written_by_follower(weight: Weight) -> RuntimeError:
-    """Make the error for a write to a weight by a process that does not own it."""
-    return RuntimeError(
-        f"Weight {weight.name!r} was written to in a process that shares it with process 0 of this "
-        "machine, so the change would be made once for each of them. Write to weights where "
-        "`trainer.local_rank == 0` alone, or train on one device."
-    )
 
 
 def sent_together(weights: Iterable[Weight]) -> list[list[Weight]]:
@@ -249,7 +266,7 @@ class HostMemory:
         self._is_new = True
         copied = [weight.master.data for weight in weights]
         for weight, offset in zip(weights, offsets, strict=True):
-            place = tensor_in(memory.bytes, offset, weight.layout, weight.dtype)
+            place = tensor_in(memory.masters, offset, weight.layout, weight.dtype)
             if self._box is None:
                 weight.point_master_to(place, address=self.addresses.get(id(weight.master)))
             else:  # processes share all masters, also those that the user has given other memory

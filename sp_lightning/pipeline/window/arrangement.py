@@ -203,7 +203,7 @@ class Arrangement:
         units = self.all_units
         self.parameters_on_device = [weight.master for unit in units for weight in unit.weights_on_device]
         self.weights = [weight for unit in units for weight in unit.weights]
-        present = self._memory.nbytes_for("copies") + self._memory.nbytes_for("gradients")
+        present = sum(map(self._memory.nbytes_for, ("copies", "gradients", "sums")))
         has_limit = self.budget is not None or self._backend.memory() is not None
         may_wait = has_limit and not self._memory.is_shared
         self.room_for_gradients = room_for_gradients(units, present, may_wait)
@@ -334,12 +334,13 @@ class Arrangement:
             # Saved weights refer to units, which must not refer to the module (see graphs.py).
             unit.members.clear()
         # This object is part of reference cycles. Memory must not stay until the garbage collector comes.
+        for segment in self.segments:
+            segment.leave_shared_memory()
+            segment.copies.clear()
         for weight in self.every_weight:
             weight.leave_host()
             for twin in (weight.twin, *weight.other_twins):
                 twin.refuse_gradients()
-        for segment in self.segments:
-            segment.copies.clear()
         self.learned.casts.leave_device()
         if not any(unit.readers.handles for unit in self.in_window):  # otherwise a graph holds weights
             self.leave_places()

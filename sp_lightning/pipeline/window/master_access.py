@@ -24,12 +24,12 @@ import torch
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import as_bytes
-from sp_lightning.pipeline.weights.segment import written_by_follower
 from sp_lightning.pipeline.weights.weight import Weight
 
 
@@ -130,7 +130,7 @@ class MasterAccess:
                 return False
             assert not weight.lowered, "what writes to a weight gets it as it is"
             if weight.unit.is_followed:
-                raise written_by_follower(weight)
+                raise written_by_follower(weight.name)
             weight.write_to_master(arrived)
         twin.note_unchanged()
         twin.write_backs += 1

@@ -76,21 +76,29 @@ class Window(MasterAccess):
         self.suspect_all()
         names = []
         for unit in self.units:
-            self._verify(unit)
+            is_being_stepped = self.is_being_stepped(unit)
             for segment in unit.segments:
-                if segment.is_edited:
+                if not is_being_stepped:
+                    segment.detect_changes()
+                if segment.pop_edit():
                     names.append(segment.weights[0].name)
-                    segment.is_edited = False
         return names
 
-    def note_edits_elsewhere(self, names: Sequence[str]) -> None:
+    def refuse_writes(self) -> None:
+        """Raise if this process has written to masters that another one owns, in the step that ends."""
+        for unit in self.units:
+            if unit.is_followed and not self.is_being_stepped(unit):
+                for segment in unit.segments:
+                    segment.detect_changes()
+                    segment.check_shared()
+
+    def note_edits_elsewhere(self, names: Set[str]) -> None:
         """Note that another process has edited masters; `pop_edited_segments` has named the segments there."""
         for unit in self.units:
             for segment in unit.segments:
                 if segment.weights[0].name in names:
                     # The end of a step under way would be noted after this edit, as if it had come later.
                     self.finish_optimizer(unit)
-                    unit.presence.suspect = True
                     segment.advance_epoch()
 
     def suspect_all(self) -> None:
@@ -198,6 +206,7 @@ class Window(MasterAccess):
         is_outdated = False
         for segment in unit.segments:
             segment.detect_changes()
+            segment.check_shared()
             is_outdated |= segment.epoch_on_device != segment.epoch
         if is_outdated and unit.presence.residency is not Residency.ABSENT:
             self._discard(unit)
