@@ -47,6 +47,10 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] 
 }
 
 
+LEAD_TO_THE_END = {"__exit__", "detach", "_detach", "teardown"}
+"""Functions in which an interrupt may come before the pipeline has heard that it is to give the module back."""
+
+
 def run(program: Callable[[], Any], interrupted_at: int = sys.maxsize) -> int:
     """Run a program, and interrupt it at this line in the package; return how many lines have run there."""
     lines = 0
@@ -55,9 +59,10 @@ def run(program: Callable[[], Any], interrupted_at: int = sys.maxsize) -> int:
         nonlocal lines
         if event == "line":
             lines += 1
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            code = frame.f_code
             # Python lets no interrupt come between a scope's begin or end and the next line.
-            if lines >= interrupted_at and not line.lstrip().startswith("with "):
+            is_scope = linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+            if lines >= interrupted_at and not is_scope and code.co_name not in LEAD_TO_THE_END:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return at_each_line

@@ -203,7 +203,9 @@ class Pipeline:
     def _finish(self) -> None:
         """Finish what is under way; drop it if that fails."""
         engine = self._parts
-        optimizer_steps.depth = 0  # an interrupt may have ended a step, of which torch tells nobody
+        # An interrupt may have ended the engine's own work, or a step, of which torch tells nobody.
+        engine.at_work.abandon()
+        optimizer_steps.depth = 0
         try:
             if self._calls in open_steps.models:
                 with open_steps.ending():

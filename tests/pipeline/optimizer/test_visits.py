@@ -227,16 +227,16 @@ def test_a_visit_that_fails_raises(begins: bool, delay: float, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise RuntimeError("no memory for pieces")
 
-    def step(model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.zero_grad()
-        model(torch.ones(4, 16)).square().mean().backward()
-        optimizer.step()
+    def step(model: nn.Module, optimizer: Optimizer, times: int = 1) -> None:
+        for _ in range(times):
+            optimizer.zero_grad()
+            model(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
 
     step(model, optimizer)
     monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "lie_in", fail)
     with pytest.raises(RuntimeError, match="no memory for pieces"):
-        step(model, optimizer)
-        step(model, optimizer)  # it raises here if copies are late
+        step(model, optimizer, times=2)  # if copies are late, the second one raises
     if begins:
         with pytest.raises(RuntimeError, match="no memory for pieces"):
             model.blocks[0].up.weight.sum()
