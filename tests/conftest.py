@@ -109,8 +109,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Decide how many programs are drawn, before test files are imported."""
+    """Decide how many programs are drawn, before test files are imported; end the run if a worker dies."""
     selection.is_short = selection.is_plain_run(config)
+    if getattr(config.option, "maxworkerrestart", "") is None:  # that of xdist
+        config.option.maxworkerrestart = "0"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
