@@ -1,61 +1,131 @@
-"""In tests, every operation of a step under `debug=True` is checked for weights that are not where they should be.
+"""In tests, every operation is checked for weights that are not where they should be: an oracle beside the numbers.
 
-On the emulated device, host and device are the same memory, so only this check notices an operation that mixes a master
-with tensors on the "device"; on a GPU torch would raise. A read of a weight before its copy has landed goes unnoticed
-without it on either.
+It is on for pipelines whose backend poisons memory, as under `debug=True`: in steps, and in backward passes wherever
+they run. A tensor in a unit's place may be read only while the unit is readable: numbers show a wrong read only where
+other values lie by then. On the emulated device, host and device are the same memory, so only this check notices an
+operation that mixes a master with tensors on the "device"; on a GPU torch would raise.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sp_lightning.pipeline import HostBackend, pipeline
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.operands import instances_in
-from sp_lightning.pipeline.torch_private import storage_key
+from sp_lightning.pipeline.optimizer.early_step import EarlyStep
+from sp_lightning.pipeline.torch_private import graph_task, in_backward, storage_key
 from sp_lightning.pipeline.units.presence import Residency
+from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.weight import Weight
 
 # under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there
 _COMPILES_ANEW = torch.__version__ < "2.10"
-UNCHECKED = Calls.step
+_HAVE_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_STEP = Calls.step
+_RUN_BACKWARD = torch.autograd._engine_run_backward
+_STEP_IN_BACKWARD = EarlyStep.step_with
+# autograd's number of the backward in which a unit was stepped last
+_STEPPED_IN: WeakKeyDictionary[Unit, int] = WeakKeyDictionary()
 
 
 @contextmanager
 def steps_checked() -> Iterator[None]:
-    """Check the steps of all pipelines with `debug=True`."""
+    """Check the steps and backward passes of all pipelines that poison memory."""
 
     @contextmanager
     def checked(self: Calls, *args: Any, **kwargs: Any) -> Iterator[None]:
         engine = self._story._engine
-        with UNCHECKED(self, *args, **kwargs):
-            # not in inference: under a dispatch mode fused fast paths are off, and other kernels round otherwise
-            is_checked = engine.options.debug and engine.graphs.scopes == 1 and torch.is_grad_enabled()
-            is_checked &= not (engine.arrangement.compiled and _COMPILES_ANEW)
+        with _STEP(self, *args, **kwargs):
+            is_checked = engine.graphs.scopes == 1 and _can_check(engine)
             with AccessCheck(engine) if is_checked else nullcontext():
                 yield
 
-    with patch.object(Calls, "step", checked):
+    def backward_checked(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for engine in [attached._parts for attached in pipeline._attached]:
+                if engine.graphs.scopes == 0 and _can_check(engine):
+                    stack.enter_context(AccessCheck(engine))
+            return _RUN_BACKWARD(*args, **kwargs)
+
+    def stepped_in_backward(self: EarlyStep, of_segment: SegmentGradients) -> None:
+        _STEPPED_IN[of_segment.unit] = graph_task()
+        _STEP_IN_BACKWARD(self, of_segment)
+
+    with (
+        patch.object(Calls, "step", checked),
+        patch.object(torch.autograd, "_engine_run_backward", backward_checked),
+        patch.object(EarlyStep, "step_with", stepped_in_backward),
+    ):
         yield
 
 
+def _can_check(engine: Engine) -> bool:
+    if not engine.backend.poison or (engine.arrangement.compiled and _COMPILES_ANEW):
+        return False
+    # In inference, a dispatch mode turns off their fused fast path, and other kernels round otherwise.
+    return torch.is_grad_enabled() or not any(isinstance(part, _HAVE_FAST_PATH) for part in engine.module.modules())
+
+
+class Places:
+    """Whose memory is whose, while weights have the places that they have now."""
+
+    def __init__(self, engine: Engine) -> None:
+        arrangement = engine.arrangement
+        self._masters = {storage_key(weight.host): weight for weight in arrangement.weights}
+        for living in arrangement.parameters_on_device:  # a user may have made views of one vector of all weights
+            self._masters.pop(storage_key(living), None)
+        places = [(unit, unit.presence.place) for unit in arrangement.in_window if unit.presence.place.nbytes]
+        self._spans = [(unit, place.data_ptr(), place.data_ptr() + place.nbytes) for unit, place in places]
+        # Not the engine's own `conflicts`: they are checked, too.
+        self.others_in_place_of = {
+            unit: [other for other in self._lying_in(begin, end) if other is not unit]
+            for unit, begin, end in self._spans
+        }
+        self._begins = sorted(begin for _, begin, _ in self._spans)
+        self._ends = sorted(end for *_, end in self._spans)
+
+    def _lying_in(self, begin: int, end: int) -> list[Unit]:
+        return [unit for unit, start, stop in self._spans if start < end and begin < stop]
+
+    def lying_at(self, address: int) -> list[Unit]:
+        """The units in whose places an address is."""
+        # as many places have ended as have begun: there is none here
+        if bisect_right(self._begins, address) == bisect_right(self._ends, address):
+            return []
+        return self._lying_in(address, address + 1)
+
+    def master_in(self, memory: int) -> Weight | None:
+        """The weight whose master lies in a storage; a user may have moved it since, and others may lie there."""
+        weight = self._masters.get(memory)
+        return weight if weight is not None and storage_key(weight.host) == memory else None
+
+
 class AccessCheck(TorchDispatchMode):
-    """Raises when an operation reads a twin that is not on the device, or computes with a master."""
+    """Raises when an operation reads the place of a unit that is not readable, or computes with a master."""
 
     supports_higher_order_operators = True  # `flex_attention` is one operation here
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._engine = engine
+        self._placed = (0, 0)
+        # Elsewhere, copies that are waited for may end later, for all that the host knows.
+        self._computing_waits = type(engine.backend).wait is HostBackend.wait
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -63,29 +133,76 @@ class AccessCheck(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (_is_view(func) or self._engine.at_work or optimizer_steps.depth):
-            operands = [operand for operand in instances_in(args, Tensor) if operand.layout is torch.strided]
-            self._check(func, [(operand, storage_key(operand)) for operand in operands])
+        engine = self._engine
+        if engine.is_arranged and not (engine.at_work or _is_view(func)):
+            operands = [(tensor, storage_key(tensor)) for tensor in _tensors_in(args, kwargs)]
+            self._check_places(func, operands)
+            if len(operands) > 1 and not (_is_mutable(func) or optimizer_steps.depth):
+                self._check_masters(func, operands)
         return func(*args, **(kwargs or {}))
 
-    def _check(self, func: Any, operands: list[tuple[Tensor, int]]) -> None:
-        arrangement = self._engine.arrangement
-        twins = arrangement.twins
-        for _, memory in operands:
-            if memory in twins and twins[memory].unit.presence.residency is not Residency.READABLE:
-                name = twins[memory].weight.name
-                raise AssertionError(f"{func} reads weight {name!r}, whose copy to the device was not waited for.")
-        if len(operands) < 2 or (not isinstance(func, HigherOrderOperator) and func._schema.is_mutable):
+    @property
+    def _places(self) -> Places:
+        engine = self._engine
+        placed = engine.stats.arrangements, len(engine.arrangement.in_window)  # a weight may have become resident
+        if placed != self._placed:
+            self._placed, self._current = placed, Places(engine)
+        return self._current
+
+    def _check_places(self, func: Any, operands: Sequence[tuple[Tensor, int]]) -> None:
+        twins, places = self._engine.arrangement.twins, self._places
+        for tensor, memory in operands:
+            twin = twins.get(memory)
+            if twin is not None:
+                reads = f"{func} reads weight {twin.weight.name!r}"
+                # a backward of another graph may have used the new values in its forward
+                was_stepped = twin.unit.update.is_early and in_backward() and _STEPPED_IN.get(twin.unit) == graph_task()
+                if was_stepped and twin.parameter.requires_grad:
+                    raise AssertionError(f"{reads}, which was stepped in this backward.")
+                self._check_unit(reads, [twin.unit])
+            # seen through numpy, for example; other classes may have no address
+            elif type(tensor) is Tensor and (units := places.lying_at(tensor.data_ptr())):
+                self._check_unit(f"{func} reads the place of weights", units)
+
+    def _check_unit(self, reads: str, units: Sequence[Unit]) -> None:
+        """Raise unless one of these units is readable, and no other unit has come to its place since."""
+        unit = max(units, key=lambda unit: unit.presence.residency is Residency.READABLE)
+        waited = unit.presence.residency is Residency.READABLE
+        if self._computing_waits:
+            waited &= all(ticket.done for ticket in unit.presence.uploads)
+        if not waited:
+            raise AssertionError(f"{reads}, but {_describe(unit)}: its copy to the device was not waited for.")
+        if any(segment.epoch_on_device != segment.epoch for segment in unit.segments):
+            raise AssertionError(f"{reads}, but {_describe(unit)} with values from before its masters changed.")
+        for other in self._places.others_in_place_of.get(unit, ()):
+            if other.presence.residency is not Residency.ABSENT:
+                raise AssertionError(f"{reads}, but {_describe(other)} in the place of unit {unit.name!r}.")
+
+    def _check_masters(self, func: Any, operands: Sequence[tuple[Tensor, int]]) -> None:
+        masters = [self._places.master_in(memory) for _, memory in operands]
+        mixed = next(filter(None, masters), None)
+        if mixed is None:
             return
-        masters = {storage_key(weight.host): weight for weight in arrangement.weights}
-        for living in arrangement.parameters_on_device:  # a user may have made views of one vector of all weights
-            masters.pop(storage_key(living), None)
-        mixed = [masters[memory].name for _, memory in operands if memory in masters]
-        others = [operand for operand, memory in operands if memory not in masters and operand.dim() > 0]
+        others = [operand for (operand, _), master in zip(operands, masters, strict=True) if master is None]
         device = self._engine.device.type
         # or they are copies on a GPU's host
-        if mixed and any(other.device.type == device for other in others):
-            raise AssertionError(f"{func} mixes the master of {mixed[0]!r}, on the host, with a device tensor.")
+        if any(other.device.type == device and other.dim() > 0 for other in others):
+            raise AssertionError(f"{func} mixes the master of {mixed.name!r}, on the host, with a device tensor.")
+
+
+def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
+    """An operation's operands that have memory."""
+    tensors = []
+    for value in [*args, *kwargs.values()] if kwargs else args:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += instances_in(value, Tensor)
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+def _describe(unit: Unit) -> str:
+    return f"unit {unit.name!r} is {unit.presence.residency.name}"
 
 
 @functools.cache
@@ -95,3 +212,8 @@ def _is_view(func: Any) -> bool:
         return False
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+@functools.cache
+def _is_mutable(func: Any) -> bool:
+    return not isinstance(func, HigherOrderOperator) and func._schema.is_mutable

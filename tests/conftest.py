@@ -71,9 +71,9 @@ WITH_FORK_SERVER = (
 # Copies, jobs and computing overlap in their tests; see order_check.py.
 WITH_CHECKED_ORDER = (
     "tests/pipeline/gradients", "tests/pipeline/optimizer", "tests/pipeline/window/test_copies_under_way.py",
-    "tests/planning/test_exact.py", "tests/test_activations.py", "tests/test_exact_offload.py",
-    "tests/test_exact_random_graphs.py", "tests/test_exact_random_trainers.py", "tests/test_overlap.py",
-    "tests/test_several_models.py", "tests/test_writes.py",
+    "tests/planning/test_exact.py", "tests/test_activations.py", "tests/test_crossings.py",
+    "tests/test_exact_offload.py", "tests/test_exact_random_graphs.py", "tests/test_exact_random_trainers.py",
+    "tests/test_overlap.py", "tests/test_several_models.py", "tests/test_writes.py",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from .access_check import steps_checked
 from .helpers import PATIENCE
 from .order_check import order_checked
 
@@ -87,7 +88,7 @@ def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, her
     for check in checks:
         torch.manual_seed(rank)
         try:
-            with order_checked():
+            with order_checked(), steps_checked():
                 check()
             failed = False
         except BaseException:
