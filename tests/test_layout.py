@@ -33,7 +33,7 @@ ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "averages",
     "stream", "optimizer", "calls", "whole", "story",
 ]  # fmt: skip
-BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "tensors_in"}
+BASICS = {"options", "stats", "host_memory", "torch_private", "operations", "graphs", "tensors_in"}
 
 
 def modules(folder: Path) -> list[Path]:

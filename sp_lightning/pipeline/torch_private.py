@@ -166,7 +166,7 @@ def storage_key(tensor: Tensor) -> int:
     if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
         tensor = parts_of(tensor)[0]
     try:
-        key: int = torch._C._storage_address(tensor)
+        key: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
     # functorch's wrappers have no storage of their own, and buffers of lazy modules have none yet
     except (NotImplementedError, RuntimeError, ValueError):
         return 0
