@@ -107,7 +107,7 @@ class Engine:
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
         self.room = Room(backend, self.visits, self.meter)
-        self.waiting = WaitingRoom(self.memory)
+        self.waiting = WaitingRoom(self.memory, self.room)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
@@ -131,7 +131,7 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting, self.room)
+        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
         self.room.arrangement = arrangement
         self.room.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)

@@ -162,13 +162,14 @@ def storage_key(tensor: Tensor) -> int:
 
     Torch's private function passes classes with `__torch_function__` by; `untyped_storage()` asks them.
     """
-    # see `contains_others`
-    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
-        tensor = parts_of(tensor)[0]
+    if type(tensor) not in _PLAIN:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):  # it has no memory yet
+            return 0
+        if hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
+            tensor = parts_of(tensor)[0]
     try:
         key: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
-    # functorch's wrappers have no storage of their own, and buffers of lazy modules have none yet
-    except (NotImplementedError, RuntimeError, ValueError):
+    except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
         return 0
     return key
 

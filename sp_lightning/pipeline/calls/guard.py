@@ -32,8 +32,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, zeroing
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.weight import Twin, Weight, form_of
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, form_of
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
@@ -159,17 +158,16 @@ class Guard:
             if weight.uses_to_watch[training] and unit.presence.fingerprint is None:
                 weight.uses_to_watch[training] -= 1
                 unit.presence.watch()
-            leaf = weight.twin.parameter
-            if isinstance(leaf, DepartedLeaf):
-                leaf.__class__ = weight.leaf_class  # type: ignore[assignment]
+            if weight.twin.life is Life.DEPARTED:
+                weight.twin.become(Life.IN_USE)
                 self._served.append(weight)
-            return leaf
+            return weight.twin.parameter
 
     def end_step(self) -> None:
         """End the use of leaves outside of their modules: they stand for their masters now."""
         for weight in self._served:
             if not weight.leaf_count:
-                weight.twin.parameter.__class__ = DepartedLeaf
+                weight.twin.become(Life.DEPARTED)
         self._served.clear()
 
     def unblock(self, member: Member) -> None:
