@@ -95,6 +95,13 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Compute on values alone: what is made is plain and has no history, and no class is asked about operations."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        yield
+
+
 def remember_device_constructors() -> None:
     """Have `with torch.device(...)` know torch's own factories, by identity, before others stand for them."""
     from torch.utils._device import _device_constructors

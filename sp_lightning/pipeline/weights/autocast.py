@@ -44,7 +44,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
-from sp_lightning.pipeline.weights.weight import Life, Twin, Weight
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become
 
 _CAST_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -231,7 +231,7 @@ class Lowering:
             if weight.lowered:
                 casts.has_news = True
                 twin = weight.twin_class(weight, twin.unit, twin.data)
-                twin.become(Life.IN_GRAPHS)
+                become(Life.IN_GRAPHS, [twin])
                 weight.twins_in_graphs.append(twin)
         twin = weight.casts.setdefault(cast, twin)
         # Autocast used the lowered values before the weight was used in its own dtype, and still does.
