@@ -115,6 +115,17 @@ def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., A
     return lambda cls: apply.__get__(None, cls)
 
 
+def replace_wrapped(wrapper: Any, function: Callable[..., Any]) -> Any:
+    """Have a wrapper of torch's call another function than it does, which is returned.
+
+    Programs that have imported the wrapper by its name, before this package, would not see another in its place.
+    """
+    (wrapped,) = wrapper.__closure__
+    original = wrapped.cell_contents
+    wrapped.cell_contents = function
+    return original
+
+
 def in_transform() -> bool:
     """Tell whether a transform of `torch.func` is under way: `jvp` and `vmap` forbid no hooks, but wrap tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
