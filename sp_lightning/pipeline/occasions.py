@@ -12,6 +12,7 @@ from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Member
+from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.window.places import WindowPlan
 
 
@@ -146,11 +147,13 @@ class Occasions:
             elif member.is_streamed:
                 autocasts.noted[member.name] = dtype
                 engine.learned.outdated = True
-        for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
-            if member.name in autocasts.mixed:
-                engine.guard.keep_as_is(weight)
+        for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.lowered):
+            # what was cast in this graph stays cast
+            if member.name in autocasts.mixed or weight.cast_in == engine.graphs.current.number:
+                engine.learned.casts.note_as_is(weight)
             else:
-                engine.guard.keep_as_is_for_now(weight)
+                weight.leaf_class = EagerLeaf  # nobody has to watch its uses without autocast
+            engine.guard.make_resident(weight)
 
     def _may_place_now(self) -> bool:
         """Tell whether weights may get other places within a step: no graph, and no call, needs them where they are."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_lightning.pipeline.gradients.routes import Route, Routes
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward
 from sp_lightning.pipeline.gradients.waiting import DeviceRoom, WaitingRoom
-from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit

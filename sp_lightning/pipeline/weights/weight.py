@@ -123,13 +123,13 @@ class Twin:
                 Tensor.register_hook(self.parameter, refuse)  # type: ignore[no-untyped-call]
 
 
-class WeightGuard(Protocol):
-    """Decides what follows from how a weight is used under autocast (calls/guard.py)."""
+class UsesUnderAutocast(Protocol):
+    """Decides which leaf a use of a weight gets that autocast may lower (autocast.py)."""
 
     def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
         """Note that a weight is used in its own dtype, and return a leaf in that dtype."""
 
-    def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
+    def to_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
         """Note that autocast casts a weight, and return the leaf to cast."""
 
 
@@ -153,11 +153,11 @@ class Weight:
         # The weight is sent in this dtype, and its gradients come in it: its own dtype, or autocast's.
         self.compute_dtype = master.dtype
         self.leaf_class: type[TwinParameter] = EagerLeaf
-        # For each cast in graphs that may have a backward, the leaf that gets the gradients of that cast.
-        self.casts: dict[object, nn.Parameter] = {}
+        # For each cast in graphs that may have a backward, the twin whose leaf gets the gradients of that cast.
+        self.casts: dict[object, Twin] = {}
         self.cast_in = 0  # the number of the graph with the last cast
-        # The guard intercepts access to the master from outside of the engine; None when detached.
-        self.guard: WeightGuard | None = None
+        # Sees uses under autocast; None when nobody guards the master.
+        self.lowering: UsesUnderAutocast | None = None
         # Whether the engine has dropped the gradient after an optimizer's step has used it, and nobody has zeroed it.
         self.has_used_gradient = False
         self.replacements = 0  # how often the master was found in other memory
@@ -251,7 +251,7 @@ class Weight:
 
         `torch.utils.swap_tensors` changes its class, too, even if it looks the same.
         """
-        if self.guard is not None and type(self.master) is nn.Parameter:
+        if self.lowering is not None and type(self.master) is nn.Parameter:
             return True
         return self.master.data_ptr() != self._address and form_of(self.master) != form_of(self.home)
 
