@@ -153,7 +153,7 @@ class Pipeline:
         """Clip the gradients of all weights by their norm, which is returned, as `clip_grad_norm_` of torch does.
 
         Torch's function does the same. Neither reads each gradient: the norms come with the gradients, and the
-        optimizer clips while it updates. The host waits for the norms.
+        optimizer clips while it updates. Your code waits for the norms.
         """
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 

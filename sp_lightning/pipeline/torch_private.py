@@ -115,15 +115,13 @@ def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., A
     return lambda cls: apply.__get__(None, cls)
 
 
-def replace_wrapped(wrapper: Any, function: Callable[..., Any]) -> Any:
-    """Have a wrapper of torch's call another function than it does, which is returned.
+def replace_wrapped(wrapper: Any, function: Any) -> Any:
+    """Have a wrapper of torch's call another function than the one that it wraps, which is returned.
 
     Programs that have imported the wrapper by its name, before this package, would not see another in its place.
     """
-    (wrapped,) = wrapper.__closure__
-    original = wrapped.cell_contents
-    wrapped.cell_contents = function
-    return original
+    wrapper.__closure__[0].cell_contents = function
+    return wrapper.__wrapped__
 
 
 def in_transform() -> bool:

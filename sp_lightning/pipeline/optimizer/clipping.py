@@ -132,7 +132,7 @@ class Clipping:
         _LOG.debug("Torch clips gradients, and so reads all of them: %s.", why_torch_clips)
         nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor | None:
         """Clip gradients, and return their norm, for which the host waits.
 
         Return None, and change nothing, if no weight streams, if torch has to read gradients, or if the norm is not
@@ -219,7 +219,7 @@ class Clipping:
             return "a scaled norm rounds in another way than the norm of what is scaled"
         return None
 
-    def _find_gradients(self, parameters: Iterable[nn.Parameter]) -> _FoundGradients:
+    def _find_gradients(self, parameters: Iterable[Tensor]) -> _FoundGradients:
         """Find the gradients of parameters."""
         found_gradients = _FoundGradients()
         for parameter in parameters:

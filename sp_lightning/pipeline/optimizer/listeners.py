@@ -99,7 +99,7 @@ def _clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
 ) -> Any:
     """Clip gradients as torch does; those of a model that streams while they are used, which reads none of them."""
-    listed: Any = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if norm_type == 2.0 and foreach is None:
         for listener in _listeners:
             total = listener.clipping.clip(listed, max_norm)
