@@ -122,6 +122,15 @@ def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., A
     return lambda cls: apply.__get__(None, cls)
 
 
+def replace_wrapped(wrapper: Any, function: Any) -> Any:
+    """Have a wrapper of torch's call another function than the one that it wraps, which is returned.
+
+    Programs that have imported the wrapper by its name, before this package, would not see another in its place.
+    """
+    wrapper.__closure__[0].cell_contents = function
+    return wrapper.__wrapped__
+
+
 def in_transform() -> bool:
     """Tell whether a transform of `torch.func` is under way: `jvp` and `vmap` forbid no hooks, but wrap tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
