@@ -44,7 +44,10 @@ class Graphs:
 
     def earlier_waiting(self) -> bool:
         """Tell whether a graph of an earlier step still waits for its backward."""
-        return any(not graph.done for graph in self._earlier)
+        for graph in self._earlier:
+            if not graph.done:
+                return True
+        return False
 
     def waiting(self) -> bool:
         """Tell whether a graph may still wait for its backward, which may come in the next scope."""

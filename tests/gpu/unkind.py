@@ -57,7 +57,7 @@ PAGEABLE = {
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
     "pipeline/optimizer/clipping.py: multiply_others": "a factor, of what lives on the device",
     "pipeline/optimizer/clipping.py: measure_here": "norms, of what lives on the device: the host waits once",
-    "pipeline/optimizer/living.py: move_state": "a plan has a unit live on the device, or no longer",
+    "pipeline/optimizer/staying.py: move_state": "a plan has a unit live on the device, or no longer",
     "pipeline/pipeline.py: _give_back": "buffers, as the module is given back",
     "pipeline/units/moving.py: move": "buffers, as the module is attached",
     "pipeline/weights/quantized.py: move_parameter": "a plan has a unit live on the device, or no longer",
