@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 
 
 class Graph:
@@ -44,10 +45,7 @@ class Graphs:
 
     def earlier_waiting(self) -> bool:
         """Tell whether a graph of an earlier step still waits for its backward."""
-        for graph in self._earlier:
-            if not graph.done:
-                return True
-        return False
+        return not all(map(attrgetter("done"), self._earlier))
 
     def waiting(self) -> bool:
         """Tell whether a graph may still wait for its backward, which may come in the next scope."""
