@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from torch.optim import AdamW
 
 import sp_lightning
-from sp_lightning import optim
+from sp_lightning import optim, superpipeline
 from sp_lightning.pipeline import PipelineOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +57,31 @@ def python_blocks() -> list[object]:
 def test_python_runs(document, code):
     """Each block alone, as a reader would paste it into a new session."""
     exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+
+
+def test_the_toy_streams():
+    """The sixty lines have the numbers of plain training and of superpipeline, in two slots."""
+    (code,) = blocks(ROOT / "docs" / "how_it_works.md", "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    torch.manual_seed(0)
+    plain = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(5)]
+    toy = names["Toy"](deepcopy(plain), partial(AdamW, lr=0.01), "cpu")
+    real = nn.Sequential(*deepcopy(plain))
+    slots = []
+    with superpipeline(real, "cpu", k=2):
+        for model in (toy, nn.Sequential(*plain), real):
+            optimizer = None if model is toy else AdamW(model.parameters(), lr=0.01)
+            for batch in torch.arange(4 * 24.0).div(96).view(4, 3, 8):
+                model(batch).square().mean().backward()
+                slots.append(len(toy.present))
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    expected = torch.nn.utils.parameters_to_vector(nn.Sequential(*plain).parameters())
+    for model in (toy.blocks, real):
+        assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), expected)
+    assert max(slots) <= 2
 
 
 def test_the_reference_has_all_options_with_their_defaults():

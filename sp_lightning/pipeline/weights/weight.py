@@ -3,6 +3,23 @@
 The *master* is the `nn.Parameter` that the user's module was built with. It stays on the host for good; optimizers,
 clipping, EMA and checkpoints see nothing else. The *twin* is a Parameter over device memory; while a unit computes,
 twins take the masters' places in the module tree, so the graph is built on the device.
+
+[Note: the tensors]
+    tensor          what it is                                      made by                     lives
+    master          the user's Parameter, over a segment's buffer   the user                    as long as the module
+    leaf            the twin's Parameter, which graphs accumulate   Twin                        from attach to detach
+                    into; it stands in for the master in modules
+    twin.data       its values, in the unit's place on the device   Unit.set_place              until weights are placed
+    lowered copy    the master in autocast's dtype, which is sent   Segment.prepare             while autocast lowers it
+                    in its stead, beside the masters
+    handle          what autograd saves in place of the leaf, or    SavedTensors.pack           as long as the graph
+                    of a view of it
+    staging         a unit's gradients, packed on the device        StagingBuffers              until they were copied
+    landing         gradients on the host on their way into a sum   LandingBuffers              until they were read
+                    or into the optimizer
+    gradient        what the engine has until somebody reads        Routes                      until zeroed or used
+                    `.grad`: beside the masters, in a landing
+                    buffer, or on the device
 """
 
 from __future__ import annotations
