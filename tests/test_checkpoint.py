@@ -107,7 +107,6 @@ def uninterrupted() -> tuple[Any, Any]:
     return trained(plain(), max_epochs=3)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("plain", "streamed"), ("plain", "planned"), ("plain", "placed"), ("streamed", "plain"), ("planned", "placed"),

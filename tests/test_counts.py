@@ -269,7 +269,6 @@ def test_tensors_are_found_in_whatever_a_unit_returns(
     assert_announced(Returns(wrap, unwrap))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast: bool, monkeypatch: Any) -> None:
@@ -323,7 +322,6 @@ ORDERS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
@@ -378,7 +376,6 @@ def test_python_calls_of_a_unit_in_a_step() -> None:
     assert calls_of_a_unit(BLOCKS, 2) < (1300 if sys.version_info < (3, 12) else 1700)  # then of all threads
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [0.2, 1])
 @pytest.mark.parametrize("kind", ["evaluation", "training", "stepping in backward"])
 def test_the_cost_of_a_unit_does_not_grow_with_the_model(kind: str, share: float) -> None:

@@ -78,7 +78,6 @@ def fit(
     return module, limit
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "training", [{}, {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}], ids=["plain", "clipped, accumulated"]
 )

@@ -22,7 +22,6 @@ INT8 = partial(OURS, moments="int8")
 FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("error:The plan expected GPU updates")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.01])

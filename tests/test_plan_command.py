@@ -90,7 +90,6 @@ def test_the_document_shows_what_is_printed():
         assert run(command) == output, f"`python {Path(__file__).name}` writes it anew"
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -115,7 +114,6 @@ def test_all_models_that_are_built_in():
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 has other names for parts of models")
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Phi-4", "Gemma-3-4B-it", "Qwen3-30B-A3B", "DINOv2-giant"])
 def test_shapes_are_those_of_the_library(name):
     """Written by a script, which compares all; the plan is the same, with adapters, too."""
@@ -154,7 +152,6 @@ def test_gpus_as_people_call_them(name, gpu):
     assert gpu_named(name) == gpu
 
 
-@pytest.mark.slow
 def test_speed_is_a_range():
     """From the lowest to the highest share of the peak; the search is for the lowest, and searches for the highest."""
     report = planned("Qwen3-1.7B --gpu 4090 --tokens 8192 --host_memory 64GiB")
@@ -206,7 +203,6 @@ def test_assumptions_change_the_plan():
     assert slow.seconds > 10 * fast.seconds
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -232,7 +228,6 @@ def test_nothing_fits(arguments, says):
     assert all(line.startswith("It fits ") and "tokens/s" in line for line in helps)
 
 
-@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("arguments", "changes"),
     [
@@ -365,7 +360,6 @@ def test_a_name_that_is_misspelled_is_answered_with_the_nearest(capsys):
     assert "nearest names that are built in: Qwen3-8B, Qwen3-4B" in capsys.readouterr().err
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("memory", "moments", "all_on_host", "staying"),
     [
@@ -397,7 +391,6 @@ def test_no_more_units_stay_on_the_gpu_than_there_are():
     assert f"Of {row.units} units, {row.units} stay on the GPU" in row.choice()
 
 
-@pytest.mark.slow
 def test_the_ladder_of_host_memory():
     """Each rung takes less; the step on the host falls with what the optimizer reads and writes."""
     rungs = planned("Llama-3.1-8B --optimizer_on host").rows

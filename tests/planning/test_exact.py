@@ -22,7 +22,6 @@ SHRINKS = [(6,), (4,), (2,), (1,), (1,)]
 MOMENTUM, ADAMW = partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("windows", "optimizer"),
     [(GROWS, MOMENTUM), (SHRINKS, ADAMW), (LIVES, ADAMW)],
@@ -56,7 +55,6 @@ def test_a_window_that_changes_at_every_step(windows: Any, optimizer: Make, trai
     assert stats.heals == 0
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama-untied", "t5"])
 def test_families_of_models(name: str) -> None:
     """With everything that the zoo looks at: gradients, buffers, outputs in evaluation, and what is left behind."""

@@ -121,7 +121,6 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 MORE_THAN_BOUND = {("H200", "fp32", False): 1.25, ("desktop", "fp32", False): 1.3}
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("moments", PER_NUMBER)
 @pytest.mark.parametrize("name", MACHINES)
@@ -141,7 +140,6 @@ def test_the_work_of_the_optimizer_is_shared_in_the_best_proportion(name: str, m
         assert trained.seconds[-1] <= (0.75 if moments == "fp32" else 0.77) * today.seconds[-1]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("moments", PER_NUMBER)
 @pytest.mark.parametrize("name", MACHINES)
