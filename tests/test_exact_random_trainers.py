@@ -208,7 +208,7 @@ programs = st.builds(
 )
 
 
-@random_programs(12, of=1, program=programs.filter(lambda program: program.is_possible))
+@random_programs(12, of=2, program=programs.filter(lambda program: program.is_possible))
 def test_random_trainers_are_exact(program: Program) -> None:
     """Nothing that surrounds a model changes a number."""
     note(str(program))
