@@ -26,7 +26,7 @@ from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
-from sp_lightning.pipeline.operands import instances_in
+from sp_lightning.pipeline.operations import instances_in
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, storage_key
 from sp_lightning.pipeline.units.presence import Residency

@@ -19,12 +19,13 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
-from sp_lightning.pipeline.calls.graphs import Graphs
 from sp_lightning.pipeline.calls.guard import Guard
+from sp_lightning.pipeline.calls.masters import guard_masters, release_masters
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.waiting import WaitingRoom
+from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
@@ -37,7 +38,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.room import Room
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
-from sp_lightning.pipeline.weights.autocast import Autocasts
+from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
@@ -106,7 +107,7 @@ class Engine:
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
         self.room = Room(backend, self.visits, self.meter)
-        self.waiting = WaitingRoom(self.memory)
+        self.waiting = WaitingRoom(self.memory, self.room)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
@@ -130,7 +131,7 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting, self.room)
+        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
         self.room.arrangement = arrangement
         self.room.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
@@ -138,6 +139,7 @@ class Engine:
         self.guard = Guard(
             self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes
         )
+        self._lowering = Lowering(self.learned.casts, self.graphs, self.guard)
         self._story.work_with(arrangement, self.window, self.stream, self.backward, self.guard)
         self.saved.twins = arrangement.twins
         self.saved.backward = self.backward
@@ -165,7 +167,7 @@ class Engine:
             if hasattr(self, "guard"):  # the last part that is made before the module is changed
                 parts.callback(self.arrangement.detach_weights)
                 parts.callback(self._restore_members)
-                parts.callback(self.guard.remove)
+                parts.callback(release_masters, self.guard)
                 parts.callback(self._leave_places)
                 if not self.optimizers.shows_used_gradients:
                     parts.callback(self.stream.drop_used)
@@ -219,7 +221,7 @@ class Engine:
         self.living.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
-        self.guard.install(arrangement.weights)
+        guard_masters(self.guard, arrangement.weights, self._lowering)
         self.is_arranged = True
         self.stats.arrangements += 1
 
@@ -253,7 +255,7 @@ class Engine:
         self.visits.close()
         self.backend.drain()
         self.stream.hand_over_gradients()
-        self.guard.remove()
+        release_masters(self.guard)
         self.window.mark_all_absent()
 
     def is_another_tree(self, look_for_new_parameters: bool) -> bool:

@@ -146,11 +146,14 @@ class Occasions:
             elif member.is_streamed:
                 autocasts.noted[member.name] = dtype
                 engine.learned.outdated = True
-        for weight in [entry.weight for entry in member.entries if entry.weight.lowered]:
-            if member.name in autocasts.mixed:
-                engine.guard.keep_as_is(weight)
+        for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.lowered):
+            # what was cast in this graph stays cast
+            if member.name in autocasts.mixed or weight.cast_in == engine.graphs.current.number:
+                engine.learned.casts.note_as_is(weight)
+                engine.guard.make_resident(weight)
             else:
-                engine.guard.keep_as_is_for_now(weight)
+                engine.guard.make_resident(weight)
+                weight.twin.stop_watching()  # autocast is off
 
     def _may_place_now(self) -> bool:
         """Tell whether weights may get other places within a step: no graph, and no call, needs them where they are."""

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.calls.graphs import GRADIENT, Graph
+from sp_lightning.pipeline.calls.nodes import GRADIENT
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.graphs import Graph
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.torch_private import (
     graph_task,

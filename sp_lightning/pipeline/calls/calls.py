@@ -17,7 +17,7 @@ import torch
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.operands import autocast_dtype
+from sp_lightning.pipeline.operations import autocast_dtype
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.overrides import running_calls

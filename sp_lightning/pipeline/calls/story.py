@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.calls.backward import BackwardPass
-from sp_lightning.pipeline.calls.graphs import CallToCome, before_backward, nodes_of
 from sp_lightning.pipeline.calls.guard import Guard
+from sp_lightning.pipeline.calls.nodes import CallToCome, before_backward, nodes_of
 from sp_lightning.pipeline.calls.running_call import RunningCall
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.stream import GradientStream

@@ -57,6 +57,7 @@ class LandingBuffers:
         """Size the buffers for these units; they are made when the first one is needed."""
         self._arriving_bytes = [gradient_bytes(unit.weights) for unit in units]
         self._sum_bytes = [max(gradient_bytes(unit.weights), _bytes_of_sums(unit.weights)) for unit in units]
+        self._waiting.landing_bytes = sum(three_buffers(self._sum_bytes))
 
     def make_room(self, nbytes: int) -> None:
         """Size the buffers for one more unit, before the first buffer is taken."""
@@ -126,10 +127,6 @@ class LandingBuffers:
     def nbytes(self) -> int:
         """Return the bytes of host memory."""
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
-
-    def most_nbytes(self) -> int:
-        """Return the bytes of host memory that the buffers may take for sums."""
-        return sum(self._sizes(self._sum_bytes))
 
     def free_memory(self) -> None:
         """Free the memory, when no copy is under way; tensors in it keep it."""

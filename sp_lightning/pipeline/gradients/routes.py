@@ -29,7 +29,7 @@ from torch import Tensor
 from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
 from sp_lightning.pipeline.gradients.landing import LandingBuffers
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, Stored
 from sp_lightning.pipeline.gradients.waiting import WaitingRoom, add_on_device, move_to_host
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
@@ -120,6 +120,36 @@ class Route(enum.Enum):
     ADD = enum.auto()
     PASS_TO_STEP = enum.auto()
     STAY = enum.auto()
+
+
+class Arrival(NamedTuple):
+    """What decides on the route of the gradients that a unit has gathered."""
+
+    stored: Stored  # where the engine has earlier ones
+    has_sums: bool  # whether the unit has memory for sums of another dtype
+    is_updated_on_device: bool  # whether an update on the device comes next
+    is_used_at_once: bool  # whether a step in backward uses them, and needs them no longer
+
+
+def route_of(arrival: Arrival) -> Route:
+    """Choose a route, as if the host had room for all gradients: the first that applies.
+
+    earlier ones are on the device                          STAY
+    earlier ones are on the host                            ADD
+    an update on the device comes next                      STAY
+    a step in backward uses them, and needs them no longer  PASS_TO_STEP
+    the unit has memory for sums of another dtype           ADD
+    else                                                    KEEP
+    """
+    if arrival.stored is Stored.ON_DEVICE:
+        return Route.STAY
+    if arrival.stored is Stored.ON_HOST:
+        return Route.ADD
+    if arrival.is_updated_on_device and not arrival.has_sums:
+        return Route.STAY
+    if arrival.is_used_at_once:
+        return Route.PASS_TO_STEP
+    return Route.ADD if arrival.has_sums else Route.KEEP
 
 
 class Routes:

@@ -167,7 +167,7 @@ class SegmentGradients:
         self.missing = 0
         # Whether the gradient that came last is its weight's last one in this backward pass.
         self.is_last = False
-        self._stored = Stored.NOWHERE
+        self.stored = Stored.NOWHERE
         self._stored_count = 0  # how many gradients the engine has, apart from those that are gathered
         # Done when no copy and no addition of gradients is under way.
         self.ticket: Ticket | None = None
@@ -190,31 +190,31 @@ class SegmentGradients:
 
     def mark_on_device(self) -> None:
         """Note that gradients stay on the device, with the earlier ones."""
-        assert self._stored is not Stored.ON_HOST, self.unit.name
-        self._stored = Stored.ON_DEVICE
+        assert self.stored is not Stored.ON_HOST, self.unit.name
+        self.stored = Stored.ON_DEVICE
 
     def mark_on_host(self) -> None:
         """Note that the gradients are on the host now."""
-        assert self._stored is Stored.ON_DEVICE, self.unit.name
-        self._stored = Stored.ON_HOST
+        assert self.stored is Stored.ON_DEVICE, self.unit.name
+        self.stored = Stored.ON_HOST
 
     def note_one_more(self) -> None:
         """Note that the engine has one more of the gradients."""
         self._stored_count += 1
-        if self._stored is Stored.NOWHERE:
-            self._stored = Stored.ON_HOST
+        if self.stored is Stored.NOWHERE:
+            self.stored = Stored.ON_HOST
 
     def note_one_less(self) -> None:
         """Note that the engine has one of the gradients less."""
         assert self._stored_count > 0, self.unit.name
         self._stored_count -= 1
         if self._stored_count == 0:
-            self._stored = Stored.NOWHERE
+            self.stored = Stored.NOWHERE
 
     @property
     def is_on_device(self) -> bool:
         """Whether the gradients stay on the device until the unit is updated."""
-        return self._stored is Stored.ON_DEVICE
+        return self.stored is Stored.ON_DEVICE
 
     @property
     def has_stored(self) -> bool:
@@ -338,14 +338,14 @@ class SegmentGradients:
         for gradient in self.gradients:
             gradient.tensor = gradient.norm = None
         self.gathered = {}
-        self._stored, self._stored_count = Stored.NOWHERE, 0
+        self.stored, self._stored_count = Stored.NOWHERE, 0
         self.ticket = self.landing = None
 
     def abandon(self) -> None:
         """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""
         self.gathered = {}
         if not self.has_stored:  # the exception came before the first of them was there
-            self._stored = Stored.NOWHERE
+            self.stored = Stored.NOWHERE
         is_lost = self.pass_landing() is not None
         try:
             self.wait()

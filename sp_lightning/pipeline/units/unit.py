@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.presence import Presence
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.segment import NOTHING, Segment
-from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Twin, Weight
+from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Life, Twin, Weight
 
 
 @dataclass
@@ -205,9 +204,7 @@ class Member:
             if entry.parameters.get(entry.key) is master:
                 entry.has_leaf = True  # an interrupt may come before the next line
                 entry.parameters[entry.key] = twin.parameter
-                if entry.weight.leaf_count == 0 and entry.weight.leaf_departs:
-                    twin.parameter.__class__ = entry.weight.leaf_class
-                entry.weight.leaf_count += 1
+                entry.weight.enter_tree()
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
             module._flat_weights = [present[id(weight)] for weight in weights]
@@ -219,19 +216,19 @@ class Member:
             if not entry.has_leaf or (weight.twin.unit.resident and not resident_too):
                 continue
             current = entry.parameters.get(entry.key)
-            if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.other_twins):
+            if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.twins_in_graphs):
                 entry.parameters[entry.key] = weight.master
             entry.has_leaf = False
-            weight.leaf_count -= 1
-            if weight.leaf_count == 0 and weight.leaf_departs:
-                weight.twin.parameter.__class__ = DepartedLeaf
+            weight.leave_tree()
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 
     @contextmanager
     def computing_with(self, twins: Sequence[Twin]) -> Iterator[None]:
         """Have calls in the block compute with these twins, one for each entry, some of which others have replaced."""
-        replaced = [(entry, twin) for entry, twin in zip(self.entries, twins, strict=True) if twin.is_replaced]
+        replaced = [
+            (entry, twin) for entry, twin in zip(self.entries, twins, strict=True) if twin.life is Life.IN_GRAPHS
+        ]
         for entry, twin in replaced:
             entry.parameters[entry.key] = twin.parameter
         self.needed = list(dict.fromkeys([*self.needed, *(twin.unit for _, twin in replaced)]))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
@@ -57,6 +57,9 @@ class QuantizedTwin(Twin):
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
+    def become(self, life: Life) -> None:
+        """Keep its own class, as nobody trains it."""
+
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
         self._version_seen = self._version_of_parts()
@@ -81,7 +84,6 @@ class QuantizedWeight(Weight):
     """A quantized weight of the model, whose memory is a tensor of bytes."""
 
     twin_class = QuantizedTwin
-    leaf_departs = False
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)
