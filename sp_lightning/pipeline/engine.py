@@ -60,15 +60,8 @@ class Planner:
 class StepStory(BackwardEvents, Protocol):
     """Tells the parts of the engine what happens in a step (calls/story.py)."""
 
-    def work_with(
-        self,
-        arrangement: Arrangement,
-        window: Window,
-        stream: GradientStream,
-        backward: BackwardPass,
-        guard: Guard,
-    ) -> None:
-        """Work from now on with the parts that belong to this arrangement of the module."""
+    def follow_arrangement(self) -> None:
+        """Work from now on with the parts that belong to the engine's arrangement of the module."""
 
 
 class Engine:
@@ -140,7 +133,7 @@ class Engine:
             self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes
         )
         self._lowering = Lowering(self.learned.casts, self.graphs, self.guard)
-        self._story.work_with(arrangement, self.window, self.stream, self.backward, self.guard)
+        self._story.follow_arrangement()
         self.saved.twins = arrangement.twins
         self.saved.backward = self.backward
         self._names = self._named_parameters()

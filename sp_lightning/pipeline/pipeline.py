@@ -149,6 +149,14 @@ class Pipeline:
         ):
             yield
 
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all weights by their norm, which is returned, as `clip_grad_norm_` of torch does.
+
+        Torch's function does the same. Neither reads each gradient: the norms come with the gradients, and the
+        optimizer clips while it updates. Your code waits for the norms.
+        """
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the CPU, and stalls."""
         return self._engine.backend.trace.record()

@@ -35,6 +35,7 @@ from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.operations import Args, Kwargs
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import (
@@ -75,7 +76,7 @@ class UnitCall:
     to the member, on which a graph may be kept (see [Note: what nodes hold] in graphs.py).
     """
 
-    def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, shared: SecondForwards, member: Member, args: Args, kwargs: Kwargs) -> None:
         self.saved: list[ref[Kept]] = []  # what the forward saves, in order
         self.may_be_dropped = False  # whether that can be recomputed; decided when the call is over
         self._member = ref(member)

@@ -32,7 +32,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, zeroing
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, form_of
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become, form_of
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
@@ -116,7 +116,8 @@ class Guard:
         is_there = gradient.tensor is not None or gradient in stream.pending
         if not (is_there or gradient.of_segment.is_consumed or weight.has_used_gradient):
             return
-        self._backward.forget_failed()
+        if self._backward.running:
+            self._backward.forget_failed()
         # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
         if reads and gradient in stream.pending:
@@ -159,15 +160,13 @@ class Guard:
                 weight.uses_to_watch[training] -= 1
                 unit.presence.watch()
             if weight.twin.life is Life.DEPARTED:
-                weight.twin.become(Life.IN_USE)
+                become(Life.IN_USE, [weight.twin])
                 self._served.append(weight)
             return weight.twin.parameter
 
     def end_step(self) -> None:
         """End the use of leaves outside of their modules: they stand for their masters now."""
-        for weight in self._served:
-            if not weight.leaf_count:
-                weight.twin.become(Life.DEPARTED)
+        become(Life.DEPARTED, [weight.twin for weight in self._served if not weight.leaf_count])
         self._served.clear()
 
     def unblock(self, member: Member) -> None:

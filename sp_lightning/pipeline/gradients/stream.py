@@ -123,15 +123,17 @@ class GradientStream:
     def _send(self, of_segment: SegmentGradients, more_comes: bool = False) -> None:
         """Send the gradients that a unit has gathered; `more_comes` if others are known to follow."""
         # Other leaves of the weight have gradients of their own, and users may see how it is added up.
-        is_seen = any(self.pending[gradient] for gradient in of_segment.gathered)
-        has_others = any(gradient.weight.twins_in_graphs for gradient in of_segment.gathered)
-        is_final = of_segment.is_last and not (more_comes or is_seen or has_others)
+        is_seen = False
+        for gradient in of_segment.gathered:
+            is_seen |= self.pending[gradient]
+            more_comes |= bool(gradient.weight.twins_in_graphs)
+        is_final = of_segment.is_last and not (more_comes or is_seen)
         if self.averages is not None and self.averages.send(of_segment, is_final, self.early_step):
             return
         # An update on the device may still read the earlier sums, and begins when somebody waits for it. A step on the
         # host is over: computing has waited for the weights that it wrote.
         updates_on_device = of_segment.unit.update.is_on_device
-        if of_segment.is_on_device or (of_segment.beside.any is not None and updates_on_device):
+        if of_segment.is_on_device or (of_segment.beside.memory is not None and updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         is_complete = is_final and not of_segment.missing
@@ -142,7 +144,7 @@ class GradientStream:
         steps_next = early is not None or self.routes.measures_norms
         arrival = Arrival(
             of_segment.stored,
-            has_sums=of_segment.beside.sums is not None,
+            has_sums=of_segment.beside.has_sums,
             is_updated_on_device=updates_on_device and is_complete and steps_next,
             is_used_at_once=early is not None and not early.keeps_gradients,
         )

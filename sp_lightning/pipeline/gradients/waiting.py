@@ -86,7 +86,7 @@ class WaitingRoom:
         name = of_segment.unit.name
         if self.planned is not None:
             waits = name in self.planned
-        elif of_segment.beside.any is not None:  # the gradients have their memory on the host
+        elif of_segment.beside.memory is not None:  # the gradients have their memory on the host
             waits = False
         else:
             nbytes = of_segment.sum_layout.nbytes if more_comes else of_segment.layout.nbytes

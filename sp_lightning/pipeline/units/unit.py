@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.presence import Presence
 from sp_lightning.pipeline.weights.segment import NOTHING, Segment
-from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Life, Twin, Weight
+from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Life, Twin, Weight, become
 
 
 @dataclass
@@ -196,6 +196,7 @@ class Member:
 
         First, `prepare` gets each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
         """
+        entering: list[Twin] = []
         for entry in self.entries:
             twin, master = entry.weight.twin, entry.weight.master
             if twin.parameter.requires_grad != master.requires_grad:
@@ -204,13 +205,17 @@ class Member:
             if entry.parameters.get(entry.key) is master:
                 entry.has_leaf = True  # an interrupt may come before the next line
                 entry.parameters[entry.key] = twin.parameter
-                entry.weight.enter_tree()
+                entry.weight.leaf_count += 1
+                if entry.weight.leaf_count == 1:
+                    entering.append(twin)
+        become(Life.IN_USE, entering)
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
             module._flat_weights = [present[id(weight)] for weight in weights]
 
     def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
+        leaving: list[Twin] = []
         for entry in self.entries:
             weight = entry.weight
             if not entry.has_leaf or (weight.twin.unit.resident and not resident_too):
@@ -219,7 +224,10 @@ class Member:
             if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.twins_in_graphs):
                 entry.parameters[entry.key] = weight.master
             entry.has_leaf = False
-            weight.leave_tree()
+            weight.leaf_count -= 1
+            if weight.leaf_count == 0:
+                leaving.append(weight.twin)
+        become(Life.DEPARTED, leaving)
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from sp_lightning.pipeline.operations import Args, Kwargs, Operation
 from sp_lightning.pipeline.torch_private import apply_of, register_builtin, remember_device_constructors
 
 _FACTORIES = (
@@ -57,7 +58,7 @@ def see_all_uses(kinds: Kinds, leaves: Kinds) -> None:
     _see_functions(kinds)
 
 
-def _ask(kinds: Kinds, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask(kinds: Kinds, function: Operation, args: Args, kwargs: Kwargs) -> Any:
     """Call a function, by the `__torch_function__` of these classes if it is given an instance of one."""
     given = [value for value in (*args, *kwargs.values()) if type(value) in kinds]
     if given and torch.overrides.has_torch_function(given):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
-from sp_lightning.pipeline.weights.weight import Life, Twin, Weight
+from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
@@ -47,6 +47,7 @@ def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
 class QuantizedTwin(Twin):
     """A quantized weight on the device."""
 
+    changes_class = False
     _places: Sequence[Tensor]
 
     def _make_leaf(self, data: Tensor) -> nn.Parameter:
@@ -56,9 +57,6 @@ class QuantizedTwin(Twin):
         # A twin without a place has its leaf over the master's memory.
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
-
-    def become(self, life: Life) -> None:
-        """Keep its own class, as nobody trains it."""
 
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""

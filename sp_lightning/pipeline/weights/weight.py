@@ -8,6 +8,7 @@ twins take the masters' places in the module tree, so the graph is built on the 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -54,7 +55,7 @@ def outdated_graph_error(what: str) -> RuntimeError:
 
 
 class Life(enum.Enum):
-    """What a twin's leaf is to the program, which may keep it; `Twin.become` alone changes it.
+    """What a twin's leaf is to the program, which may keep it; `become` alone changes it.
 
     DEPARTED <---> IN_USE ----> IN_GRAPHS
     """
@@ -69,6 +70,8 @@ class Life(enum.Enum):
 
 class Twin:
     """A weight on the device: tensors over a unit's place, which does not change until weights are placed again."""
+
+    changes_class = True  # whether the class of its leaf tells what that is to the program
 
     def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
@@ -101,18 +104,12 @@ class Twin:
     def _lay_leaf(self) -> None:
         # The leaf's own setter is passed by: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
-        self.become(Life.IN_USE if self.weight.leaf_count else Life.DEPARTED)
-
-    def become(self, life: Life) -> None:
-        """Set what the leaf is to the program from now on."""
-        assert self.life is not Life.IN_GRAPHS, self.weight.name
-        self.life = life
-        self.parameter.__class__ = DepartedLeaf if life is Life.DEPARTED else self.weight.leaf_class
+        become(Life.IN_USE if self.weight.leaf_count else Life.DEPARTED, [self])
 
     def stop_watching(self) -> None:
         """Have the leaf tell nothing of its uses any more."""
         self.weight.leaf_class = EagerLeaf
-        self.become(self.life)
+        become(self.life, [self])
 
     def version(self) -> int:
         """Return a version that grows with every change of the weight, on the host or by a forward.
@@ -143,6 +140,15 @@ class Twin:
             if self.parameter.requires_grad:
                 # This hook runs before the accumulation, which would complain of shapes.
                 Tensor.register_hook(self.parameter, refuse)  # type: ignore[no-untyped-call]
+
+
+def become(life: Life, twins: Iterable[Twin]) -> None:
+    """Set what the leaves of twins are to the program from now on; those of quantized weights keep their class."""
+    for twin in twins:
+        assert twin.life is not Life.IN_GRAPHS, twin.weight.name
+        twin.life = life
+        if twin.changes_class:
+            twin.parameter.__class__ = DepartedLeaf if life is Life.DEPARTED else twin.weight.leaf_class
 
 
 class UsesUnderAutocast(Protocol):
@@ -229,18 +235,6 @@ class Weight:
     def write_to_master(self, arrived: Tensor) -> None:
         """Write values to the master that a forward has written on the device."""
         self.master.copy_(arrived)  # torch counts this write
-
-    def enter_tree(self) -> None:
-        """Note that one more entry of the module tree holds the leaf."""
-        if self.leaf_count == 0:
-            self.twin.become(Life.IN_USE)
-        self.leaf_count += 1
-
-    def leave_tree(self) -> None:
-        """Note that one entry less of the module tree holds the leaf."""
-        self.leaf_count -= 1
-        if self.leaf_count == 0:
-            self.twin.become(Life.DEPARTED)
 
     def leave_device(self, unit: Unit) -> None:
         """Release the place on the device in a unit, and the other twins that graphs have."""

@@ -24,7 +24,7 @@ from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.autocast import Autocasts, Casts
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment, sent_together
-from sp_lightning.pipeline.weights.weight import Life, Twin, Weight
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become
 from sp_lightning.pipeline.window.places import WindowPlan, choose_device_layout, room_for_gradients
 
 
@@ -304,7 +304,7 @@ class Arrangement:
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:
             # Second forwards still compute with the lowered twin, though no module has it now.
-            weight.twin.become(Life.IN_GRAPHS)
+            become(Life.IN_GRAPHS, [weight.twin])
             weight.twins_in_graphs.append(weight.twin)
             # The new twin is not made over its place: a leaf counts writes to the tensor that it is made of.
             weight.twin = weight.twin_class(weight, unit, self._backend.allocate(0).view(weight.dtype))
