@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,23 +68,25 @@ def test_who_asks_for_a_test_gets_it(arguments: list[str], asked_by: dict[str, o
     assert runs(arguments, plain=False, **asked_by)
 
 
-def plain_tests(name: str) -> list[str]:
-    """The plain tests of what the map of promises names: a file or its test, or a folder."""
+def named_tests(name: str) -> list[tuple[Path, str]]:
+    """What the map of promises names: a test, those of a file, or those of a folder."""
     file, _, test = name.removeprefix("tests/").partition("::")
     named = [path for path in TESTS.rglob("*") if path.with_suffix("").as_posix().endswith(f"/{file}")]
     files = [path for place in named for path in (place.rglob("test_*.py") if place.is_dir() else [place])]
-    tests = [
-        (path, function)
-        for path in files
-        for function in functions_in(path)
-        if re.match(test.replace("*", ".*"), function)
-    ]
-    assert tests, f"{name} is not there"
-    return [
-        function
-        for path, function in tests
-        if path.parent.name != "gpu" and min(seconds_of_cases(path, function)) < AT_MOST
-    ]
+    pattern = test.replace("*", ".*")
+    found = [(path, function) for path in files for function in functions_in(path) if re.match(pattern, function)]
+    assert found, f"{name} is not there"
+    return found
+
+
+def plain_tests(name: str) -> list[str]:
+    on_host = [(path, function) for path, function in named_tests(name) if path.parent.name != "gpu"]
+    return [function for path, function in on_host if min(seconds_of_cases(path, function)) < AT_MOST]
+
+
+def needs_much(name: str) -> bool:
+    """Whether it needs a device, or several processes."""
+    return any(path.parent.name == "gpu" or "in_processes(" in path.read_text() for path, _ in named_tests(name))
 
 
 def promises() -> list[tuple[str, list[str]]]:
@@ -97,9 +100,12 @@ def promises() -> list[tuple[str, list[str]]]:
 
 
 def test_each_promise_has_a_plain_test():
+    """And so has each place that the map names, unless it needs a device or several processes."""
     assert len(promises()) > 15
     for promise, names in promises():
-        assert any(map(plain_tests, names)), promise
+        without = [name for name in names if not plain_tests(name)]
+        assert len(without) < len(names), promise
+        assert all(map(needs_much, without)), without
 
 
 def test_measured_tests_exist():
