@@ -62,9 +62,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """As many as cores: each imports and collects for itself, which takes a dozen seconds."""
-    return os.cpu_count() or 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """As many as cores: each imports and collects for itself, which takes a dozen seconds.
+
+    Of all tests, many wait for other processes, and for copies that are delayed on purpose: then half as many more.
+    """
+    selection.set_run(config)
+    cores = os.cpu_count() or 1
+    return cores if selection.is_plain_run else cores * 3 // 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

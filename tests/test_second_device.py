@@ -69,7 +69,7 @@ def test_what_needs_an_accelerator(
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
     passed = re.search(r"(\d+) passed", ended.stdout)
     assert passed is not None
-    assert int(passed[1]) > 50
+    assert int(passed[1]) > 30
 
 
 UNORDERED = """
