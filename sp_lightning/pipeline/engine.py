@@ -21,10 +21,11 @@ from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.calls.masters import guard_masters, release_masters
+from sp_lightning.pipeline.device_budget import DeviceBudget
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
@@ -35,7 +36,6 @@ from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.room import Room
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
@@ -99,8 +99,8 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
-        self.room = Room(backend, self.visits, self.meter)
-        self.waiting = WaitingRoom(self.memory, self.room)
+        self.device_budget = DeviceBudget(backend, self.visits, self.meter)
+        self.waiting = WaitingGradients(self.memory, self.device_budget)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
@@ -125,8 +125,8 @@ class Engine:
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
         self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
-        self.room.arrangement = arrangement
-        self.room.stream = self.stream
+        self.device_budget.arrangement = arrangement
+        self.device_budget.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self._story, self.at_work, self.device, self.window, self.stream)
         self.guard = Guard(
@@ -139,7 +139,7 @@ class Engine:
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
         self.place_weights()
-        self.activations.measure_anew(self.room.budget is not None)
+        self.activations.measure_anew(self.device_budget.nbytes is not None)
         move_all_but_parameters(self.module, self.device)
         compiles = self.options.compile
         if compiles:
