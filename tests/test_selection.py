@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from .selection import AT_MOST, CASE, TESTS, Case, functions_in, left_out, plain_cases, seconds_of, seconds_of_cases
+from .selection import AT_MOST, CASE, TESTS, Case, functions_in, left_out, plain_cases, seconds_of_cases
 from .times import Times, updated
 
 
@@ -106,12 +106,6 @@ def test_each_promise_has_a_plain_test():
         without = [name for name in names if not plain_tests(name)]
         assert len(without) < len(names), promise
         assert all(map(needs_much, without)), without
-
-
-def test_measured_tests_exist():
-    files = {function.partition("::")[0] for function in seconds_of}
-    known = {f"{file}::{name}" for file in files for name in functions_in(TESTS / file)}
-    assert not seconds_of.keys() - known
 
 
 def test_a_plain_run_is_most_of_the_suite(request: pytest.FixtureRequest):
