@@ -104,10 +104,10 @@ def test_yaml_is_that_of_the_example():
 
 
 def test_ci_runs_the_commands_for_contributors():
-    """In its own order, and with a list of what took longest."""
+    """In its own order, with a budget and a list of what took longest."""
     listed = [command for text in blocks(ROOT / "CONTRIBUTING.md", "bash") for command in commands(text)]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").partition("CONTRIBUTING.md.\n")[2]
-    run = [command.partition(" --durations")[0] for command in commands(script) if command != "keep_compiled"]
+    run = [command.partition(" --budget")[0] for command in commands(script) if command != "keep_compiled"]
     assert run[0] == 'pip install -e ".[dev]"'
     assert run[-1] == "pytest -n auto --all"
     assert not [command for command in run if command not in listed]
