@@ -1,0 +1,309 @@
+"""Trainers of transformers and TRL over models that stream: numbers and files are those of their own runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+import sp_lightning.transformers
+from sp_lightning import PipelineOptions
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.transformers import SuperpipelineTrainerMixin
+
+NEEDED = "the Trainers need it: pip install -e '.[trl]'"
+pytest.importorskip("accelerate", reason=NEEDED)
+trl = pytest.importorskip("trl", reason=NEEDED)
+peft = pytest.importorskip("peft", reason=NEEDED)
+
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+WORDS = 64
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Versions 4 of transformers set environment variables for accelerate."""
+    with patch.dict(os.environ):
+        yield
+
+
+SIZES = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, WORDS)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, model_input_names=["input_ids", "attention_mask"], **names
+    )
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return torch.randint(4, WORDS, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def text(seed: int, count: int) -> str:
+    return " ".join(f"w{token}" for token in tokens(seed, count))
+
+
+def rows(labeled: bool = False) -> Dataset:
+    found = [{"input_ids": tokens(row, 6 + row % 3)} for row in range(12)]
+    return Dataset.from_list([{**row, "labels": row["input_ids"]} if labeled else row for row in found])
+
+
+def pairs() -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": text(i, 3), "chosen": text(i + 50, 4), "rejected": text(i + 99, 4)} for i in range(12)]
+    )
+
+
+def adapters() -> Any:
+    return peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def mean(prediction: Any) -> dict[str, float]:
+    return {"mean": float(prediction.predictions.mean())}
+
+
+TRAINER = (transformers.Trainer, transformers.TrainingArguments)
+SEQ2SEQ = (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments)
+SFT, DPO, GRPO = ((getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")) for name in ("SFT", "DPO", "GRPO"))
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+
+CASES: dict[str, tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]] = {
+    "Trainer": (TRAINER, {}, {}),
+    "autocast": (TRAINER, {"bf16": True}, {}),
+    "cosine": (TRAINER, {"lr_scheduler_type": "cosine", "max_grad_norm": 0.0}, {}),
+    "the best model": (TRAINER, {**EVALUATED, **BEST}, {}),
+    "early": (TRAINER, {**EVALUATED, **BEST, "max_steps": 9}, {"callbacks": lambda: [EarlyStoppingCallback(1)]}),
+    "metrics": (TRAINER, EVALUATED, {"compute_metrics": lambda: mean}),
+    "sequences": (SEQ2SEQ, {**EVALUATED, "predict_with_generate": True, "generation_max_length": 4}, {"model": t5}),
+    "SFT": (SFT, {"activation_checkpointing": False}, {}),
+    "SFT with checkpoints": (SFT, {"activation_checkpointing": True}, {}),
+    "SFT packed": (SFT, {"packing": True, "max_length": 12, "padding_free": False}, {}),
+    "SFT evaluated": (SFT, EVALUATED, {}),
+    "SFT LoRA": (SFT, {}, {"peft_config": adapters}),
+    "DPO": (DPO, {}, {"ref_model": llama}),
+    "DPO LoRA": (DPO, {}, {"peft_config": adapters}),
+}
+PLAIN = ("Trainer", "SFT", "DPO")
+"""What a plain run shows; the others are alike."""
+
+
+def build(case: str, folder: Path, streams: bool, **others: Any) -> Any:
+    (trainer, arguments), options, given = CASES[case]
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "save_strategy": "no"}
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "use_cpu": True, "bf16": False}
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 0.01}
+    options = {**settings, **quiet, **sizes, **options, **others}
+    labeled = not trainer.__module__.startswith("trl")
+    if options.pop("activation_checkpointing", False):
+        options["gradient_checkpointing"] = True
+    elif not labeled:
+        options["gradient_checkpointing"] = False
+    data = pairs() if trainer in (DPO[0], GRPO[0]) else rows()
+    made = {"model": llama} | given
+    given = {name: make() for name, make in made.items()}
+    if labeled:
+        data = rows(labeled=True)
+        given["data_collator"] = transformers.DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=4)
+    if "eval_strategy" in options:
+        given["eval_dataset"] = data
+    if streams:
+        trainer = type("Streamed", (SuperpipelineTrainerMixin, trainer), {})
+        given["streaming"] = PipelineOptions(k=2, memory_budget=None)
+    given["processing_class"] = tokenizer()
+    return trainer(args=arguments(str(folder), **options), train_dataset=data, **given)
+
+
+def everything(trainer: Any, folder: Path) -> dict[str, Any]:
+    """Losses, norms and metrics, weights, and all files but those that know the time or the folder."""
+    timed = ("runtime", "per_second", "total_flos", "time")
+    seen: dict[str, Any] = {
+        f"log {number} {name}": value
+        for number, line in enumerate(trainer.state.log_history)
+        for name, value in line.items()
+        if not any(part in name for part in timed)
+    }
+    seen |= {f"weight {name}": value.cpu().clone() for name, value in trainer.model.state_dict().items()}
+    for path in sorted(folder.rglob("*.safetensors")):
+        seen[f"file {path.relative_to(folder)}"] = path.read_bytes()
+    for path in sorted(folder.rglob("optimizer.pt")):
+        for number, state in torch.load(path)["state"].items():
+            seen |= {f"file {path.relative_to(folder)} {number} {name}": value for name, value in state.items()}
+    return seen
+
+
+def same(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """The names of what differs."""
+    both = expected.keys() & found.keys()
+    differing = [
+        name
+        for name in both
+        if not (torch.equal if isinstance(expected[name], torch.Tensor) else lambda a, b: a == b)(
+            expected[name], found[name]
+        )
+    ]
+    return sorted({*differing, *(expected.keys() ^ found.keys())})
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in PLAIN else pytest.mark.slow) for case in CASES]
+)
+def test_runs_have_the_numbers_of_plain_ones(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After training, the model is a plain one; evaluated again, it streams again."""
+    read, show = [], Gradient.show
+    monkeypatch.setattr(Gradient, "show", lambda self: (self.tensor is not None and read.append(self), show(self))[1])
+    seen = []
+    for streams in (False, True):
+        folder = tmp_path / str(streams)
+        trainer = build(case, folder, streams)
+        trainer.train()
+        if "eval_strategy" in CASES[case][1]:
+            trainer.evaluate()
+        trainer.save_model(str(folder / "saved"))
+        seen.append(everything(trainer, folder))
+        if streams:
+            assert not trainer.pipelines
+            assert all(type(weight) is nn.Parameter for weight in trainer.model.parameters())
+    assert not same(*seen)
+    assert len(read) <= len(list(trainer.model.parameters()))  # the planner places weights once, amid an accumulation
+
+
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    """From a checkpoint of a plain run, and from one of its own."""
+    seen = []
+    for streams in (False, True):
+        folder = tmp_path / str(streams)
+        build("SFT", folder, streams, save_strategy="steps", save_steps=2).train()
+        for other in (False, True):
+            trainer = build("SFT", tmp_path / f"{streams} {other}", other)
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+            seen.append(everything(trainer, tmp_path / f"{streams} {other}"))
+    assert not any(same(seen[0], other) for other in seen[1:])
+
+
+def test_an_exception_detaches(tmp_path: Path) -> None:
+    class Fails(transformers.TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    trainer = build("Trainer", tmp_path, streams=True)
+    trainer.add_callback(Fails())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert all(type(weight) is nn.Parameter for weight in trainer.model.parameters())
+    trainer.pop_callback(Fails)
+    trainer.args._n_gpu = 2
+    trainer.create_accelerator_and_postprocess()
+    trainer.train()
+    assert trainer.args.n_gpu == 1
+
+
+@pytest.mark.slow
+def test_grpo_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a reference streams beside the model."""
+    llama().save_pretrained(tmp_path / "model")
+    options = {"num_generations": 2, "max_completion_length": 3, "beta": 0.1, "max_steps": 2, "temperature": 1.0}
+    given = {
+        "model": lambda: LlamaForCausalLM.from_pretrained(tmp_path / "model"),
+        "reward_funcs": lambda: lambda completions, **_: [float(len(words)) for words in completions],
+    }
+    monkeypatch.setitem(CASES, "GRPO", (GRPO, options, given))
+    seen = []
+    for streams in (False, True):
+        trainer = build("GRPO", tmp_path / str(streams), streams)
+        trainer.train()
+        seen.append(everything(trainer, tmp_path / str(streams)))
+    assert not same(*seen)
+
+
+REFUSED = {
+    "`fp16=True`": {"fp16": True},
+    "`torch_compile=True`": {"torch_compile": True},
+    "full_eval": {"bf16_full_eval": True},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_go_with_streaming(what: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"Streamed streams its model, and does not .*{what}.*: use"):
+        build("Trainer", tmp_path, streams=True, **REFUSED[what])
+
+
+def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match="does not run in several processes: start one"):
+        build("Trainer", tmp_path, streams=True)
+    monkeypatch.undo()
+    trainer = build("Trainer", tmp_path, streams=True)
+    trainer.model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    with pytest.raises(ValueError, match="LlamaForCausalLM was loaded with a `device_map` of several devices"):
+        trainer.evaluate(rows(labeled=True))
+
+
+def test_names_that_are_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: names of transformers and accelerate]; on a device, tests/gpu shows what comes of it."""
+    called: list[str] = []
+
+    class Seen(transformers.Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.args._n_gpu = 0
+            for name in ("prepare_model", "clip_grad_norm_"):
+                note(self.accelerator, name)
+
+        def _move_model_to_device(self, *_: Any) -> None:
+            called.append("_move_model_to_device")
+
+    def note(accelerator: Any, name: str) -> None:
+        function = getattr(accelerator, name)
+        setattr(accelerator, name, lambda *args, **options: (called.append(name), function(*args, **options))[1])
+
+    monkeypatch.setitem(CASES, "Seen", ((Seen, TRAINER[1]), {"use_cpu": True, "max_steps": 2}, {}))
+    trainer = build("Seen", tmp_path, streams=False)
+    assert called == ["_move_model_to_device"]
+    trainer.train()
+    assert called[1:] == ["prepare_model", "clip_grad_norm_", "clip_grad_norm_"]
+    assert trainer.args.n_gpu == 0
+    assert trainer.__dict__.get("_mixed_mesh_grads", False) is False
+    named = {name for name in dir(SuperpipelineTrainerMixin) if "stream" in name} | {"pipelines"}
+    assert not any(hasattr(trainer, name) for name in named)
+
+
+def test_classes_by_name() -> None:
+    from sp_lightning.transformers import SuperpipelineSFTTrainer, SuperpipelineTrainer
+
+    assert issubclass(SuperpipelineSFTTrainer, (SuperpipelineTrainerMixin, trl.SFTTrainer))
+    assert issubclass(SuperpipelineTrainer, transformers.Trainer)
+    assert sp_lightning.transformers.SuperpipelineTrainer is SuperpipelineTrainer
+    for name in ("SuperpipelineNoSuchTrainer", "Superpipeline", "SFTTrainer"):
+        with pytest.raises(AttributeError, match="has no attribute"):
+            getattr(sp_lightning.transformers, name)
