@@ -158,11 +158,13 @@ def _check(trainer: Any) -> None:
     on_gpu = args.device.type != "cpu"
     refused = {
         "run in several processes: start one, or use Lightning's Trainer": args.world_size > 1,
-        "work with DeepSpeed or FSDP: leave them out": trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
-        "work with `torch_compile=True`: use `streaming=PipelineOptions(compile=True)`": args.torch_compile,
+        "work with DeepSpeed: leave it out": trainer.is_deepspeed_enabled,
+        "work with FSDP: leave it out": trainer.is_fsdp_enabled,
+        "work with `torch_compile=True`: use `PipelineOptions(compile=True)`": args.torch_compile,
         "work with `fp16=True`: use `bf16=True`": args.fp16,
-        "work with `fp16_full_eval` or `bf16_full_eval`: use `bf16=True`": args.fp16_full_eval or args.bf16_full_eval,
-        "work with `precompute_ref_log_probs=True` on a GPU: leave it out, and the reference streams in each step": (
+        "work with `fp16_full_eval=True`: use `bf16=True`": args.fp16_full_eval,
+        "work with `bf16_full_eval=True`: use `bf16=True`": args.bf16_full_eval,
+        "work with `precompute_ref_log_probs=True` on a GPU: leave it out": (
             on_gpu and getattr(args, "precompute_ref_log_probs", False)
         ),
     }

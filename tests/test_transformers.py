@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +21,7 @@ from sp_lightning import PipelineOptions
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.transformers import SuperpipelineTrainerMixin
 
-NEEDED = "the Trainers need it: pip install -e '.[trl]'"
-pytest.importorskip("accelerate", reason=NEEDED)
-trl = pytest.importorskip("trl", reason=NEEDED)
-peft = pytest.importorskip("peft", reason=NEEDED)
-
-from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
 
 WORDS = 64
 
@@ -55,6 +51,8 @@ def t5() -> nn.Module:
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, WORDS)}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -72,66 +70,77 @@ def text(seed: int, count: int) -> str:
     return " ".join(f"w{token}" for token in tokens(seed, count))
 
 
-def rows(labeled: bool = False) -> Dataset:
+def rows(labeled: bool = False) -> Any:
+    from datasets import Dataset
+
     found = [{"input_ids": tokens(row, 6 + row % 3)} for row in range(12)]
     return Dataset.from_list([{**row, "labels": row["input_ids"]} if labeled else row for row in found])
 
 
-def pairs() -> Dataset:
+def pairs() -> Any:
+    from datasets import Dataset
+
     return Dataset.from_list(
         [{"prompt": text(i, 3), "chosen": text(i + 50, 4), "rejected": text(i + 99, 4)} for i in range(12)]
     )
 
 
 def adapters() -> Any:
-    return peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def mean(prediction: Any) -> dict[str, float]:
     return {"mean": float(prediction.predictions.mean())}
 
 
-TRAINER = (transformers.Trainer, transformers.TrainingArguments)
-SEQ2SEQ = (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments)
-SFT, DPO, GRPO = ((getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")) for name in ("SFT", "DPO", "GRPO"))
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 
-CASES: dict[str, tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]] = {
-    "Trainer": (TRAINER, {}, {}),
-    "autocast": (TRAINER, {"bf16": True}, {}),
-    "cosine": (TRAINER, {"lr_scheduler_type": "cosine", "max_grad_norm": 0.0}, {}),
-    "the best model": (TRAINER, {**EVALUATED, **BEST}, {}),
-    "early": (TRAINER, {**EVALUATED, **BEST, "max_steps": 9}, {"callbacks": lambda: [EarlyStoppingCallback(1)]}),
-    "metrics": (TRAINER, EVALUATED, {"compute_metrics": lambda: mean}),
-    "sequences": (SEQ2SEQ, {**EVALUATED, "predict_with_generate": True, "generation_max_length": 4}, {"model": t5}),
-    "SFT": (SFT, {"activation_checkpointing": False}, {}),
-    "SFT with checkpoints": (SFT, {"activation_checkpointing": True}, {}),
-    "SFT packed": (SFT, {"packing": True, "max_length": 12, "padding_free": False}, {}),
-    "SFT evaluated": (SFT, EVALUATED, {}),
-    "SFT LoRA": (SFT, {}, {"peft_config": adapters}),
-    "DPO": (DPO, {}, {"ref_model": llama}),
-    "DPO LoRA": (DPO, {}, {"peft_config": adapters}),
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Trainer": ("Trainer", {}, {}),
+    "autocast": ("Trainer", {"bf16": True}, {}),
+    "cosine": ("Trainer", {"lr_scheduler_type": "cosine", "max_grad_norm": 0.0}, {}),
+    "the best model": ("Trainer", {**EVALUATED, **BEST}, {}),
+    "early": ("Trainer", {**EVALUATED, **BEST, "max_steps": 9}, {"callbacks": lambda: [EarlyStoppingCallback(1)]}),
+    "metrics": ("Trainer", EVALUATED, {"compute_metrics": lambda: mean}),
+    "sequences": (
+        "Seq2SeqTrainer",
+        {**EVALUATED, "predict_with_generate": True, "generation_max_length": 4},
+        {"model": t5},
+    ),
+    "SFT": ("SFTTrainer", {"activation_checkpointing": False}, {}),
+    "SFT with checkpoints": ("SFTTrainer", {"activation_checkpointing": True}, {}),
+    "SFT packed": ("SFTTrainer", {"packing": True, "max_length": 12, "padding_free": False}, {}),
+    "SFT evaluated": ("SFTTrainer", EVALUATED, {}),
+    "SFT LoRA": ("SFTTrainer", {}, {"peft_config": adapters}),
+    "DPO": ("DPOTrainer", {}, {"ref_model": llama}),
+    "DPO LoRA": ("DPOTrainer", {}, {"peft_config": adapters}),
 }
 PLAIN = ("Trainer", "SFT", "DPO")
 """What a plain run shows; the others are alike."""
 
 
-def build(case: str, folder: Path, streams: bool, **others: Any) -> Any:
-    (trainer, arguments), options, given = CASES[case]
+def build(case: str, folder: Path, streams: bool, trainer: Any = None, **others: Any) -> Any:
+    name, options, given = CASES[case]
+    of_trl = name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+    kind = name.removesuffix("Trainer")
+    library = import_module("trl" if of_trl else "transformers")
+    trainer = trainer or getattr(library, name)
+    arguments = getattr(library, f"{kind}Config" if of_trl else f"{kind}TrainingArguments")
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "save_strategy": "no"}
     quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "use_cpu": True, "bf16": False}
     sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 0.01}
     options = {**settings, **quiet, **sizes, **options, **others}
-    labeled = not trainer.__module__.startswith("trl")
     if options.pop("activation_checkpointing", False):
         options["gradient_checkpointing"] = True
-    elif not labeled:
+    elif of_trl:
         options["gradient_checkpointing"] = False
-    data = pairs() if trainer in (DPO[0], GRPO[0]) else rows()
+    data = rows() if name == "SFTTrainer" else pairs()
     made = {"model": llama} | given
     given = {name: make() for name, make in made.items()}
-    if labeled:
+    if not of_trl:
         data = rows(labeled=True)
         given["data_collator"] = transformers.DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=4)
     if "eval_strategy" in options:
@@ -197,6 +206,7 @@ def test_runs_have_the_numbers_of_plain_ones(case: str, tmp_path: Path, monkeypa
     assert len(read) <= len(list(trainer.model.parameters()))  # the planner places weights once, amid an accumulation
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed(tmp_path: Path) -> None:
     """From a checkpoint of a plain run, and from one of its own."""
     seen = []
@@ -236,7 +246,7 @@ def test_grpo_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "model": lambda: LlamaForCausalLM.from_pretrained(tmp_path / "model"),
         "reward_funcs": lambda: lambda completions, **_: [float(len(words)) for words in completions],
     }
-    monkeypatch.setitem(CASES, "GRPO", (GRPO, options, given))
+    monkeypatch.setitem(CASES, "GRPO", ("GRPOTrainer", options, given))
     seen = []
     for streams in (False, True):
         trainer = build("GRPO", tmp_path / str(streams), streams)
@@ -269,7 +279,7 @@ def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         trainer.evaluate(rows(labeled=True))
 
 
-def test_names_that_are_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_relied_on(tmp_path: Path) -> None:
     """See [Note: names of transformers and accelerate]; on a device, tests/gpu shows what comes of it."""
     called: list[str] = []
 
@@ -287,8 +297,7 @@ def test_names_that_are_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         function = getattr(accelerator, name)
         setattr(accelerator, name, lambda *args, **options: (called.append(name), function(*args, **options))[1])
 
-    monkeypatch.setitem(CASES, "Seen", ((Seen, TRAINER[1]), {"use_cpu": True, "max_steps": 2}, {}))
-    trainer = build("Seen", tmp_path, streams=False)
+    trainer = build("Trainer", tmp_path, streams=False, trainer=Seen, max_steps=2)
     assert called == ["_move_model_to_device"]
     trainer.train()
     assert called[1:] == ["prepare_model", "clip_grad_norm_", "clip_grad_norm_"]
@@ -299,6 +308,8 @@ def test_names_that_are_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_classes_by_name() -> None:
+    import trl
+
     from sp_lightning.transformers import SuperpipelineSFTTrainer, SuperpipelineTrainer
 
     assert issubclass(SuperpipelineSFTTrainer, (SuperpipelineTrainerMixin, trl.SFTTrainer))
