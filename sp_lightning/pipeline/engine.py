@@ -60,15 +60,8 @@ class Planner:
 class StepStory(BackwardEvents, Protocol):
     """Tells the parts of the engine what happens in a step (calls/story.py)."""
 
-    def work_with(
-        self,
-        arrangement: Arrangement,
-        window: Window,
-        stream: GradientStream,
-        backward: BackwardPass,
-        guard: Guard,
-    ) -> None:
-        """Work from now on with the parts that belong to this arrangement of the module."""
+    def follow_arrangement(self) -> None:
+        """Work from now on with the parts that belong to the engine's arrangement of the module."""
 
 
 class Engine:
@@ -107,7 +100,7 @@ class Engine:
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
         self.room = Room(backend, self.visits, self.meter)
-        self.waiting = WaitingRoom(self.memory)
+        self.waiting = WaitingRoom(self.memory, self.room)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
@@ -131,7 +124,7 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting, self.room)
+        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
         self.room.arrangement = arrangement
         self.room.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
@@ -140,7 +133,7 @@ class Engine:
             self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes
         )
         self._lowering = Lowering(self.learned.casts, self.graphs, self.guard)
-        self._story.work_with(arrangement, self.window, self.stream, self.backward, self.guard)
+        self._story.follow_arrangement()
         self.saved.twins = arrangement.twins
         self.saved.backward = self.backward
         self._names = self._named_parameters()

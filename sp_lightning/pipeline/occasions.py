@@ -12,7 +12,6 @@ from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.leaf import EagerLeaf
 from sp_lightning.pipeline.window.places import WindowPlan
 
 
@@ -151,9 +150,10 @@ class Occasions:
             # what was cast in this graph stays cast
             if member.name in autocasts.mixed or weight.cast_in == engine.graphs.current.number:
                 engine.learned.casts.note_as_is(weight)
+                engine.guard.make_resident(weight)
             else:
-                weight.leaf_class = EagerLeaf  # nobody has to watch its uses without autocast
-            engine.guard.make_resident(weight)
+                engine.guard.make_resident(weight)
+                weight.twin.stop_watching()  # autocast is off
 
     def _may_place_now(self) -> bool:
         """Tell whether weights may get other places within a step: no graph, and no call, needs them where they are."""

@@ -43,7 +43,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
+from sp_lightning.pipeline.weights.weight import Life, Twin, outdated_graph_error
 
 # After so many looks in a row that find no change, a member's calls are not looked at any more; and so many times,
 # outputs of second forwards are compared with those of the first. A first call may make things that are used from then
@@ -210,7 +210,7 @@ class UnitCall:
         shared = self._shared
         member = self.member
         # the lowered twin where a weight is no longer lowered: of the other one, autocast would save its own cast
-        twins = [twin if twin.is_replaced else twin.weight.twin for twin in self._twins]
+        twins = [twin if twin.life is Life.IN_GRAPHS else twin.weight.twin for twin in self._twins]
         are_changed = self._inputs.are_changed or self._surroundings.are_changed
         if are_changed or self._state_of_module(twins) != self._state:
             raise self._cannot(

@@ -38,7 +38,7 @@ from sp_lightning.pipeline.window.window import Window
 class BackwardEvents(Protocol):
     """The events of backward passes; story.py tells what happens at each."""
 
-    def begin_backward(self) -> None:
+    def guard_masters(self) -> None:
         """Follow the first sign of a backward pass."""
 
     def end_backward(self, some_came: bool) -> None:
@@ -88,7 +88,7 @@ class BackwardPass:
                         at_work.refuse_others()
                     at_work.continuing_thread = get_ident()
                     self._task = graph_task()
-                    self._events.begin_backward()
+                    self._events.guard_masters()
                     callback = partial(self._end)
                     # Autograd keeps the callback alive for as long as the pass runs.
                     self._callback = weakref.ref(callback)

@@ -32,8 +32,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, zeroing
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.weight import Twin, Weight, form_of
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become, form_of
 from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
@@ -117,7 +116,8 @@ class Guard:
         is_there = gradient.tensor is not None or gradient in stream.pending
         if not (is_there or gradient.of_segment.is_consumed or weight.has_used_gradient):
             return
-        self._backward.forget_failed()
+        if self._backward.running:
+            self._backward.forget_failed()
         # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
         if reads and gradient in stream.pending:
@@ -159,17 +159,14 @@ class Guard:
             if weight.uses_to_watch[training] and unit.presence.fingerprint is None:
                 weight.uses_to_watch[training] -= 1
                 unit.presence.watch()
-            leaf = weight.twin.parameter
-            if isinstance(leaf, DepartedLeaf):
-                leaf.__class__ = weight.leaf_class  # type: ignore[assignment]
+            if weight.twin.life is Life.DEPARTED:
+                become(Life.IN_USE, [weight.twin])
                 self._served.append(weight)
-            return leaf
+            return weight.twin.parameter
 
     def end_step(self) -> None:
         """End the use of leaves outside of their modules: they stand for their masters now."""
-        for weight in self._served:
-            if not weight.leaf_count:
-                weight.twin.parameter.__class__ = DepartedLeaf
+        become(Life.DEPARTED, [weight.twin for weight in self._served if not weight.leaf_count])
         self._served.clear()
 
     def unblock(self, member: Member) -> None:

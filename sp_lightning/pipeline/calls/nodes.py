@@ -61,7 +61,7 @@ def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since:
 def edges_of(weight: Weight) -> list[Any]:
     """Return a weight's edges in graphs; leaves may have a class of their own, so they would not do."""
     with without_torch_function():
-        leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
+        leaves = [twin.parameter for twin in (weight.twin, *weight.twins_in_graphs) if twin.parameter.requires_grad]
         if weight.master.requires_grad and leaves:
             return list(map(get_gradient_edge, leaves))
         # No graph has the weight.

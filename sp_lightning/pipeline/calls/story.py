@@ -4,7 +4,7 @@
     enter_call          a unit is brought to the device, and leaves stand in for masters in the module tree
     leave_call          masters are put back, and the unit's place may be given to another unit
     watch_output        the node that made a call's output gets a hook, by which backward announces itself
-    begin_backward      masters are guarded
+    guard_masters       backward begins, and masters are guarded
     before_backward     backward is about to run the nodes of a call, whose unit is brought back
     end_backward        gradients have come; those of other processes are added
     end_step            what the forward has written to weights goes to their masters
@@ -31,20 +31,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.backward import BackwardPass
-from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.calls.nodes import CallToCome, before_backward, nodes_of
 from sp_lightning.pipeline.calls.running_call import RunningCall
 from sp_lightning.pipeline.engine import Engine
-from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.occasions import Occasions
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
-from sp_lightning.pipeline.window.arrangement import Arrangement
 from sp_lightning.pipeline.window.order import Pass
-from sp_lightning.pipeline.window.window import Window
 
 
 class Story:
@@ -67,21 +62,15 @@ class Story:
         self._engine = engine
         self._occasions = occasions
 
-    def work_with(
-        self,
-        arrangement: Arrangement,
-        window: Window,
-        stream: GradientStream,
-        backward: BackwardPass,
-        guard: Guard,
-    ) -> None:
-        """Work from now on with the parts that belong to this arrangement of the module."""
-        self._arrangement = arrangement
-        self._window = window
-        self._stream = stream
-        self.backward = backward
-        self._guard = guard
-        self._trace = window.backend.trace
+    def follow_arrangement(self) -> None:
+        """Work from now on with the parts that belong to the engine's arrangement of the module."""
+        engine = self._engine
+        self._arrangement = engine.arrangement
+        self._window = engine.window
+        self._stream = engine.stream
+        self.backward = engine.backward
+        self._guard = engine.guard
+        self._trace = engine.backend.trace
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
@@ -262,10 +251,6 @@ class Story:
                 self.backward.follow_requires_grad(twin)
 
     # ------------------------------------------------------------------------------------------------------- backward
-
-    def begin_backward(self) -> None:
-        """Follow the first sign of a backward pass."""
-        self.guard_masters()
 
     def before_backward(self, member: Member, call: CallToCome) -> None:
         """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward])."""

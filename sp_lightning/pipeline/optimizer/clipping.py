@@ -24,6 +24,7 @@ from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.weights.segment import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -83,7 +84,7 @@ class _FoundGradients:
 
 def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
     """Return the norm of all gradients, from those of each."""
-    with torch.inference_mode(False), torch.no_grad():
+    with untracked():
         measured = torch.stack([norm.measure(dtype) for norm in norms])
         total: Tensor = torch.linalg.vector_norm(measured)
         return total
@@ -92,7 +93,7 @@ def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
 def _find_factor(norms: Sequence[_Norm], max_norm: float, factor: Tensor) -> None:
     """Write the factor that clips gradients to a norm, from the norms of all."""
     total = _total(norms, factor.dtype)
-    with torch.inference_mode(False), torch.no_grad():
+    with untracked():
         torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
 

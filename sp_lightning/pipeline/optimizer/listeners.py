@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,31 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
+from sp_lightning.pipeline.optimizer.optimizers import Optimizers
 from sp_lightning.pipeline.torch_private import replace_wrapped, stand_in_for
 
-
-class StepListener(Protocol):
-    """Hears of the steps of all optimizers."""
-
-    clipping: Clipping
-
-    def before_closure(self) -> None:
-        """A closure is about to compute, in an optimizer's step."""
-
-    def before_step(self, optimizer: Optimizer, stand_in: Optimizer | None) -> None:
-        """An optimizer is about to step, or its `stand_in` in its place."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
-
-
-_listeners: list[StepListener] = []
+_listeners: list[Optimizers] = []
 _handles: list[RemovableHandle] = []
 
 
-def listen_to_optimizers(listener: StepListener) -> None:
+def listen_to_optimizers(listener: Optimizers) -> None:
     """Notify `listener` of every optimizer step."""
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -48,7 +32,7 @@ def listen_to_optimizers(listener: StepListener) -> None:
     _listeners.append(listener)
 
 
-def stop_listening(listener: StepListener) -> None:
+def stop_listening(listener: Optimizers) -> None:
     """Undo `listen_to_optimizers`."""
     if listener in _listeners:
         _listeners.remove(listener)

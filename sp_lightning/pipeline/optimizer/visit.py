@@ -44,7 +44,7 @@ from sp_lightning.pipeline.optimizer.pieces import (
     pieces_of,
 )
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import Segment, note_stepped
 
@@ -160,7 +160,7 @@ class Visit(DeferredTicket):
 
     def _step(self, piece: Piece, passes: Sequence[Pass], updates: Sequence[_Update]) -> None:
         """Step a piece where it lies, in a lane of its own, and put new weights where they are needed."""
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        with untracked():
             steps: list[Pass] = []
             for number, begin, memory in piece.parts:
                 if memory.gradient is None:
@@ -243,7 +243,7 @@ class Visits:
         updates: Sequence[_Update],
     ) -> Sequence[Piece]:
         """Return the pieces in which a segment visits, found anew if something of it lies elsewhere than it did."""
-        segment, gradients = of_segment.segment, of_segment.beside.any
+        segment, gradients = of_segment.segment, of_segment.beside.memory
         state = segment.memory.companions["state"]
         known = self._known.get(segment)
         if known is not None and known[:2] == (state, gradients):

@@ -146,7 +146,7 @@ class Averages:
             weight = gradient.weight
             if gradient.expected_dtype is weight.dtype:
                 continue
-            if weight.name not in self._processes.trained_names or weight.other_twins:
+            if weight.name not in self._processes.trained_names or weight.twins_in_graphs:
                 return False
             if weight.compute_dtype is not gradient.expected_dtype:
                 return False

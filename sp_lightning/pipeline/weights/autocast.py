@@ -44,7 +44,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become
 
 _CAST_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -208,8 +208,8 @@ class Lowering:
         self._casts.note_as_is(weight)
         if leaf.dtype is not weight.dtype:
             return self._device.serve(weight)
-        if not (weight.lowered or weight.other_twins):  # no graph has a cast of lowered values: nobody has to watch
-            weight.leaf_class = leaf.__class__ = EagerLeaf
+        if not (weight.lowered or weight.twins_in_graphs):  # no graph has a cast of lowered values: nobody has to watch
+            weight.twin.stop_watching()
         return leaf
 
     def to_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
@@ -231,7 +231,8 @@ class Lowering:
             if weight.lowered:
                 casts.has_news = True
                 twin = weight.twin_class(weight, twin.unit, twin.data)
-                weight.other_twins.append(twin)
+                become(Life.IN_GRAPHS, [twin])
+                weight.twins_in_graphs.append(twin)
         twin = weight.casts.setdefault(cast, twin)
         # Autocast used the lowered values before the weight was used in its own dtype, and still does.
         if twin is not weight.twin:

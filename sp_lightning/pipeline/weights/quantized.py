@@ -47,6 +47,7 @@ def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
 class QuantizedTwin(Twin):
     """A quantized weight on the device."""
 
+    changes_class = False
     _places: Sequence[Tensor]
 
     def _make_leaf(self, data: Tensor) -> nn.Parameter:
@@ -81,7 +82,6 @@ class QuantizedWeight(Weight):
     """A quantized weight of the model, whose memory is a tensor of bytes."""
 
     twin_class = QuantizedTwin
-    leaf_departs = False
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)

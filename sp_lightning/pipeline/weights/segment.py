@@ -24,7 +24,7 @@ from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.processes.box import Box, written_by_follower
 from sp_lightning.pipeline.stats import Progress
-from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.torch_private import untracked, without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -168,7 +168,7 @@ class Segment:
         """Refresh the copies that are sent; the step that comes next writes those of `stepped` weights itself."""
         if not self.sends_copies or self._copied_epoch == self.epoch:
             return
-        with torch.inference_mode(False), torch.no_grad():
+        with untracked():
             for weight, copy in zip(self.weights, self.copies, strict=True):
                 if copy is not None and weight not in stepped:
                     copy.copy_(weight.host)

@@ -7,6 +7,8 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,11 +54,28 @@ def outdated_graph_error(what: str) -> RuntimeError:
     )
 
 
+class Life(enum.Enum):
+    """What a twin's leaf is to the program, which may keep it; `become` alone changes it.
+
+    DEPARTED <---> IN_USE ----> IN_GRAPHS
+    """
+
+    DEPARTED = enum.auto()
+    """It stands for the master: no module has it now ([Note: one weight, two Parameters] in leaf.py)."""
+    IN_USE = enum.auto()
+    """It is the weight: a module has it, or an operation of this step was given it."""
+    IN_GRAPHS = enum.auto()
+    """Another leaf is the weight. This one has its place in graphs, and in second forwards."""
+
+
 class Twin:
     """A weight on the device: tensors over a unit's place, which does not change until weights are placed again."""
 
+    changes_class = True  # whether the class of its leaf tells what that is to the program
+
     def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
+        self.life = Life.DEPARTED
         with torch.inference_mode(False):
             self.parameter = self._make_leaf(data)  # the leaf that graphs are built on
         # The hook that collects gradients of the leaf, once it requires one.
@@ -85,12 +104,12 @@ class Twin:
     def _lay_leaf(self) -> None:
         # The leaf's own setter is passed by: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
-        self.parameter.__class__ = self.weight.leaf_class if self.weight.leaf_count else DepartedLeaf
+        become(Life.IN_USE if self.weight.leaf_count else Life.DEPARTED, [self])
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether another twin has replaced it, because its weight is no longer lowered."""
-        return self in self.weight.other_twins
+    def stop_watching(self) -> None:
+        """Have the leaf tell nothing of its uses any more."""
+        self.weight.leaf_class = EagerLeaf
+        become(self.life, [self])
 
     def version(self) -> int:
         """Return a version that grows with every change of the weight, on the host or by a forward.
@@ -123,6 +142,15 @@ class Twin:
                 Tensor.register_hook(self.parameter, refuse)  # type: ignore[no-untyped-call]
 
 
+def become(life: Life, twins: Iterable[Twin]) -> None:
+    """Set what the leaves of twins are to the program from now on; those of quantized weights keep their class."""
+    for twin in twins:
+        assert twin.life is not Life.IN_GRAPHS, twin.weight.name
+        twin.life = life
+        if twin.changes_class:
+            twin.parameter.__class__ = DepartedLeaf if life is Life.DEPARTED else twin.weight.leaf_class
+
+
 class UsesUnderAutocast(Protocol):
     """Decides which leaf a use of a weight gets that autocast may lower (autocast.py)."""
 
@@ -139,8 +167,6 @@ class Weight:
     unit: Unit
     twin: Twin
     twin_class = Twin
-    # Whether its leaf stands for the master while no module has it ([Note: one weight, two Parameters] in leaf.py).
-    leaf_departs = True
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
@@ -168,8 +194,8 @@ class Weight:
         # Whether the master is on the device, and has left host memory.
         self.stays_on_device = False
         self.leaf_count = 0  # how many entries of the module tree hold a leaf of the weight now
-        # Other twins whose leaves are in graphs: the lowered one that was replaced, and one for each other cast.
-        self.other_twins: list[Twin] = []
+        # The twins that graphs alone have: the lowered one that was replaced, and one for each other cast.
+        self.twins_in_graphs: list[Twin] = []
 
     @property
     def nbytes(self) -> int:
@@ -214,9 +240,9 @@ class Weight:
         """Release the place on the device in a unit, and the other twins that graphs have."""
         data = self.twin.data
         self.twin.set_place(unit, torch.empty(0, dtype=data.dtype, device=data.device))
-        for twin in self.other_twins:
+        for twin in self.twins_in_graphs:
             twin.refuse_gradients()
-        self.other_twins.clear()
+        self.twins_in_graphs.clear()
 
     def leave_host(self) -> None:
         """Release host memory: the weight stays on the device, or nothing streams it any more."""

@@ -26,7 +26,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import as_bytes
@@ -119,7 +119,7 @@ class MasterAccess:
     def _write_to_master(self, weight: Weight) -> bool:
         """Copy a weight to its master, and tell whether that has changed."""
         twin = weight.twin
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        with untracked():
             arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
             self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
             self.finish_optimizer(weight.unit)
