@@ -81,12 +81,12 @@ class SuperpipelineTrainerMixin:
         self.args._n_gpu = min(self.args.n_gpu, 1)  # or models would be replicated
         prepare = self.accelerator.prepare_model
 
-        def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        def prepare_model(model: Any, device_placement: Any = None, **options: Any) -> Any:
             if self._streamed_scope is None:
                 self._streamed_others.append(model)
             else:
                 self._stream(model)
-            return prepare(model, device_placement=False, evaluation_mode=evaluation_mode)
+            return prepare(model, device_placement=False, **options)
 
         self.accelerator.prepare_model = prepare_model
         self.accelerator.clip_grad_norm_ = nn.utils.clip_grad_norm_
@@ -145,9 +145,8 @@ class SuperpipelineTrainerMixin:
         if any(pipeline.module is model for pipeline in self.pipelines):
             return
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-            raise ValueError(
-                f"The {type(model).__name__} was loaded with a `device_map` of several devices. Load it without one."
-            )
+            name = type(model).__name__
+            raise ValueError(f"The {name} was loaded with a `device_map` of several devices: leave it out.")
         pipeline = Pipeline(model, self.args.device, options=self.streaming, planner=AutoPlanner())
         self.pipelines.append(self._streamed_scope.enter_context(pipeline))
 
@@ -182,6 +181,7 @@ def __getattr__(name: str) -> Any:
     try:
         base = getattr(import_module(package), trainer)
     except ImportError as error:
-        raise ImportError(f"`{name}` needs {package}: `pip install 'sp-lightning[trl]'`.") from error
+        remedy = "`pip install 'sp-lightning[trl]'`"
+        raise ImportError(f"`{name}` needs {package}: {remedy}.") from error
     made = globals()[name] = type(name, (SuperpipelineTrainerMixin, base), {"__module__": __name__})
     return made
