@@ -10,10 +10,13 @@ import pytest
 from torch import Tensor
 
 from tests.helpers import assert_close_trace
+from tests.hf_trainers import CASES, build, everything
 from tests.second_device import IN_USE
-from tests.test_transformers import CASES, build, everything
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'"),
+]
 
 
 @pytest.mark.parametrize("case", ["the best model", "sequences", "autocast", "SFT", "DPO"])
