@@ -103,7 +103,7 @@ def engine_room_of(module: str) -> str:
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
     if module.endswith(
-        ("pipeline.pipeline", "pipeline.occasions", "calls.story", "calls.calls")
+        ("pipeline.pipeline", "pipeline.placement", "calls.story", "calls.calls")
     ):  # above all that they tell
         return "story"
     own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients

@@ -9,11 +9,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+Operation: TypeAlias = Callable[..., Any]
+"""An operation of torch's, or the call of a module."""
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 
 
 class Meaning(enum.Enum):
@@ -65,7 +70,7 @@ _CONTAINERS = (list, tuple, dict)
 
 
 @lru_cache(maxsize=1024)
-def meaning_of(func: Callable[..., Any]) -> Meaning:
+def meaning_of(func: Operation) -> Meaning:
     """Return what an operation asks of a weight."""
     name = _name_of(func)
     if name in _MEANINGS:
@@ -77,7 +82,7 @@ def meaning_of(func: Callable[..., Any]) -> Meaning:
     return Meaning.IN_PLACE if in_place else Meaning.VALUES
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def _name_of(func: Operation) -> str:
     """Return the name of an operation, or of the attribute that it reads, sets or deletes."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):

@@ -5,7 +5,7 @@ What follows from an operation that means a master, or the weight on the device,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +16,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.calls.nodes import GRADIENT, differentiate, edges_of
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
-from sp_lightning.pipeline.operations import ABOUT, Meaning, instances_in, meaning_of, replace_instances
+from sp_lightning.pipeline.operations import (
+    ABOUT,
+    Args,
+    Kwargs,
+    Meaning,
+    Operation,
+    instances_in,
+    meaning_of,
+    replace_instances,
+)
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.autocast import LoweredParameter, Lowering
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
@@ -41,10 +50,10 @@ class HostParameter(CopiedPlainly):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Operation,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Hand the operation to the guard of the first master among its arguments."""
         kwargs = kwargs or {}
@@ -101,7 +110,7 @@ def release_masters(guard: Guard) -> None:
         del _guarded[id(weight.master)]
 
 
-def run(guard: Guard, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(guard: Guard, func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation that has masters among its arguments, the first of which this guard sees."""
     meaning = meaning_of(func)
     if meaning is Meaning.DEVICE and guard.in_step and not optimizer_steps.depth:
@@ -125,7 +134,7 @@ def run(guard: Guard, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return func(*args, **kwargs)
 
 
-def _means_masters(meaning: Meaning, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _means_masters(meaning: Meaning, args: Args, kwargs: Kwargs) -> bool:
     """Tell whether an operation means masters themselves, also in a step: it writes to them, or returns an alias."""
     if meaning in (Meaning.MEMORY, Meaning.ALIAS, Meaning.DATA):
         return True
@@ -134,7 +143,7 @@ def _means_masters(meaning: Meaning, args: tuple[Any, ...], kwargs: dict[str, An
     return bool(instances_in(results, HostParameter))
 
 
-def _run_on_data(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run_on_data(func: Operation, args: Args) -> Any:
     """Read or set the `.data` of a master."""
     guard, weight = _guarded[id(args[0])]
     if func.__name__ == "__set__":
@@ -144,7 +153,7 @@ def _run_on_data(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return func(*args)
 
 
-def _run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_leaves(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation that means masters, some of which have leaves in the module tree."""
     if meaning_of(func) is Meaning.DATA:  # leaves have a property of their own for this attribute
         leaf = _leaf_in_tree(args[0])
@@ -162,7 +171,7 @@ def _leaf_in_tree(master: HostParameter) -> nn.Parameter:
     return weight.twin.parameter if weight.leaf_count else master
 
 
-def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_device(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     if func is torch.autograd.grad:
         args, kwargs = replace_instances((args, kwargs), HostParameter, lambda master: _guarded[id(master)][1])
         return differentiate(*args, **kwargs)

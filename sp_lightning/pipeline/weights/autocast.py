@@ -27,7 +27,7 @@ placed at once, and the modules that were called like this one follow it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +36,16 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from sp_lightning.pipeline.graphs import Graphs
-from sp_lightning.pipeline.operations import Meaning, autocast_dtype, instances_in, meaning_of, replace_instances
+from sp_lightning.pipeline.operations import (
+    Args,
+    Kwargs,
+    Meaning,
+    Operation,
+    autocast_dtype,
+    instances_in,
+    meaning_of,
+    replace_instances,
+)
 from sp_lightning.pipeline.torch_private import (
     explain_graph_break,
     in_backward,
@@ -261,10 +270,10 @@ class LoweredParameter(EagerLeaf):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Operation,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Run an operation with the lower values if that is right, else with the weight as it is."""
         kwargs = kwargs or {}

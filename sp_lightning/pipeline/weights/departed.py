@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.pipeline.operations import ABOUT, Meaning, meaning_of, replace_instances
+from sp_lightning.pipeline.operations import ABOUT, Args, Kwargs, Meaning, Operation, meaning_of, replace_instances
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
 
@@ -36,10 +36,10 @@ class DepartedLeaf(EagerLeaf):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Operation,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Run an operation with the master in place of the leaf."""
         kwargs = kwargs or {}
