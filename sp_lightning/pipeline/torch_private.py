@@ -158,30 +158,34 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss."""
+    """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss.
+
+    Torch's private function passes classes with `__torch_function__` by; `untyped_storage()` asks them.
+    """
     # see `contains_others`
     if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
         tensor = parts_of(tensor)[0]
     try:
-        key: int = tensor.untyped_storage()._cdata
+        key: int = torch._C._storage_address(tensor)
     # functorch's wrappers have no storage of their own, and buffers of lazy modules have none yet
     except (NotImplementedError, RuntimeError, ValueError):
         return 0
     return key
 
 
-def alias_count(key: int) -> int:
-    """Return how many tensors lie in a storage, by its identity; Python sees only those that are objects.
+def alias_count(tensor: Tensor) -> int:
+    """Return how many tensors lie in a tensor's storage; Python sees only those that are objects.
 
     Torch counts the storage's own object as well, once there is one.
     """
     alone = torch.empty(1)
-    return torch._C._storage_Use_Count(key) - torch._C._storage_Use_Count(storage_key(alone)) + 1
+    counts = [torch._C._storage_Use_Count(storage._cdata) for storage in map(Tensor.untyped_storage, (tensor, alone))]
+    return counts[0] - counts[1] + 1
 
 
 def owns_memory(tensor: Tensor) -> bool:
     """Tell whether a tensor is alone in its storage, and fills it."""
-    return alias_count(storage_key(tensor)) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return alias_count(tensor) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 _OF_ALL_GRADIENTS = "register_multi_grad_hook.<locals>.get_inner_hook"

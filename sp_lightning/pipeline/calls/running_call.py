@@ -72,7 +72,7 @@ class RunningCall:
                     "Return a clone of the weight, or name it in `resident`."
                 )
         # Something else than the twin and its data has a view of a weight: a graph, or a hidden object.
-        if hidden and any(alias_count(entry.weight.twin.key) > 2 for entry in self.member.entries):
+        if hidden and any(alias_count(entry.weight.twin.data) > 2 for entry in self.member.entries):
             raise RuntimeError(
                 f"superpipeline: {self.member.name!r} returns an object of the class "
                 f"{type(hidden[0]).__qualname__!r}, which cannot be searched for weights. Return "
