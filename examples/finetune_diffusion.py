@@ -3,8 +3,8 @@ r"""Fine-tune a diffusion transformer, whole or with adapters (LoRA), whose weig
 Captions and images are encoded once, before training, by text encoders that are streamed, too. After each
 epoch, the model draws a grid of images, one column for each prompt.
 
-    python examples/finetune_diffusion.py       # a tiny transformer learns to draw digits from noise
-    python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 \
+    sp-lightning finetune-diffusion       # a tiny transformer learns to draw digits from noise
+    sp-lightning finetune-diffusion --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 \
         --train qlora --dtype bfloat16 --batch-size 1 --accumulate 4 --save-every 100 --resume --save-adapters mine \
         # `pip install diffusers accelerate bitsandbytes`; `--train lora` has a base of 16 bits
 

@@ -1,9 +1,9 @@
 """Fine-tune an image classifier, transformer or convolutional, whose weights need not fit in GPU memory.
 
-    python examples/finetune_vision.py                       # a small ViT from transformers learns to read digits
-    python examples/finetune_vision.py --model resnet        # a small ResNet from torchvision, with its BatchNorm
-    python examples/finetune_vision.py --model vit_h_14 --images FOLDER --side 518 --save mine.ckpt   # of torchvision
-    python examples/finetune_vision.py --model google/vit-large-patch16-224 --images FOLDER --side 224 --save mine.ckpt
+    sp-lightning finetune-vision                       # a small ViT from transformers learns to read digits
+    sp-lightning finetune-vision --model resnet        # a small ResNet from torchvision, with its BatchNorm
+    sp-lightning finetune-vision --model vit_h_14 --images FOLDER --side 518 --save mine.ckpt   # of torchvision
+    sp-lightning finetune-vision --model google/vit-large-patch16-224 --images FOLDER --side 224 --save mine.ckpt
 
 FOLDER contains the folders `train` and `val`, each with a folder of images for every class. Without it, Pillow draws
 digits to learn from, so nothing is downloaded. `--save` writes an ordinary Lightning checkpoint.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import needed  # noqa: F401
 import torch
 from data_files import Skipped
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
@@ -123,7 +124,11 @@ def examples(text: str) -> str:
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options for devices, precision and streaming; each script adds its own."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=f"sp-lightning {Path(sys.argv[0]).stem.replace('_', '-')}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     run = parser.add_argument_group("running")
     run.add_argument("--seed", type=seed, default=0, help="seed of weights and order (default: %(default)s)")
     run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")

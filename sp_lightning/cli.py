@@ -1,11 +1,11 @@
-"""`sp-lightning fit|validate|test|predict|plan|check`: the strategy from the command line.
+"""`sp-lightning fit|validate|test|predict|plan|check`, and recipes: the strategy from the command line.
 
 The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
 model would take, without the machine for it (see `planning/report.py`), or with rates of the machine that there is
-(see `planning/rates.py`); `check` compares numbers there with plain training's.
+(see `planning/rates.py`); `check` compares numbers there with plain training's. A recipe is a script of examples/.
 
-Nothing else imports this module. All commands but `check` need jsonargparse, which the extra `sp-lightning[cli]`
-installs.
+Nothing else imports this module. All commands but `check` and recipes need jsonargparse, which the extra
+`sp-lightning[cli]` installs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import argparse
 import json
 import os
 import re
+import runpy
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -63,6 +65,9 @@ commands:
   plan                           estimate memory and speed, also for a machine that you do not have
   check                          compare streamed with plain training, on your machine or of your own model
 
+recipes, each a script for a tiny model, or for a model and data of yours:
+  {{recipes}}
+
 `{PROGRAM} COMMAND --help` lists the arguments of a command."""
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -78,13 +83,20 @@ def main() -> int:
         print(sp_lightning.__version__)
         return 0
     if command in ("-h", "--help"):
-        print(_HELP)
+        print(_HELP.format(recipes="\n  ".join(textwrap.wrap(", ".join(_recipes()), break_on_hyphens=False))))
         return 0
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and gives no arguments
         command = RUNS[0]
+    if (script := _recipes().get(command)) is not None:
+        # as Python starts a script: so do the processes that a Trainer starts for several devices
+        sys.argv = [str(script), *arguments]
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
+        return 0
     if not (command.startswith("-") or command in COMMANDS):
         asked = f", not {command!r}" if command else ""
-        return _fail(f"expected one of {', '.join(COMMANDS)}{asked}; see `{PROGRAM} --help` and `plan --help`", 2)
+        expected = f"expected one of {', '.join(COMMANDS)}, or a recipe{asked}"
+        return _fail(f"{expected}; see `{PROGRAM} --help` and `plan --help`", 2)
     if command != "check" and _lacks_jsonargparse(command):
         return 1
     try:
@@ -103,6 +115,15 @@ def main() -> int:
             raise
         return _fail(next(iter(refused), str(error)), 2)
     return 0
+
+
+def _recipes() -> dict[str, Path]:
+    """Return the scripts of all recipes, by their commands: of the installed package, or of the clone around it."""
+    package = Path(__file__).parent
+    installed, cloned = package / "recipes", package.parent / "examples"
+    scripts = sorted((installed if installed.is_dir() else cloned).glob("*.py"))
+    runs = 'if __name__ == "__main__":'
+    return {path.stem.replace("_", "-"): path for path in scripts if runs in path.read_text(encoding="utf-8")}
 
 
 def _check(arguments: Sequence[str]) -> int:
@@ -200,7 +221,7 @@ def _plan(arguments: Sequence[str]) -> None:
         return
     print(report)
     if report.best.step is not None and (command := recipe(name, report.best.given)):
-        print(f"Or with a recipe, and your data:\n    python examples/{command}")
+        print(f"Or with a recipe, and your data:\n    {PROGRAM} {command}")
 
 
 def _as_json(report: Report) -> dict[str, Any]:

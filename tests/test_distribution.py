@@ -56,17 +56,20 @@ def test_the_sdist_has_what_the_tests_need(built, tracked):
     assert names - made == tracked - of_the_forge
 
 
-def test_the_wheel_has_the_package_alone(built, tracked):
+def test_the_wheel_has_the_package_and_the_recipes(built, tracked):
     with ZipFile(*built.glob("*.whl")) as wheel:
         names = set(wheel.namelist())
     about = {name for name in names if ".dist-info/" in name}
-    assert names - about == {name for name in tracked if name.startswith("sp_lightning/")}
+    recipes = {name for name in tracked if re.fullmatch(r"examples/\w+\.py", name)}
+    assert names - about == {name for name in tracked if name.startswith("sp_lightning/")} | {
+        f"sp_lightning/recipes/{Path(name).name}" for name in recipes
+    }
     assert {"sp_lightning/py.typed", "sp_lightning/timeline/page.html"} <= names
     assert {"LICENSE", "entry_points.txt"} <= {Path(name).name for name in about}
 
 
 def test_the_wheel_runs_outside_of_the_repository(built, tmp_path):
-    """The plain loop of the documents."""
+    """The plain loop of the documents, a recipe, and one that lacks a package."""
     site = tmp_path / "site"
     python("-m", "pip", "install", "--no-deps", "--no-index", "--target", site, *built.glob("*.whl"), cwd=tmp_path)
     blocks = re.findall(
@@ -76,3 +79,9 @@ def test_the_wheel_runs_outside_of_the_repository(built, tmp_path):
     say_where = "\nimport sp_lightning\nprint(sp_lightning.__file__)\n"
     output = python("-c", loop + say_where, cwd=tmp_path, PYTHONPATH=str(site))
     assert output.splitlines()[-1] == str(site / "sp_lightning" / "__init__.py")
+    assert "loss" in python("-m", "sp_lightning", "plain-loop", cwd=tmp_path, PYTHONPATH=str(site))
+    lacks = "import lightning, runpy, sys; sys.modules['transformers'] = None; "
+    lacks += "runpy.run_module('sp_lightning', run_name='__main__')"
+    command = [sys.executable, "-c", lacks, "finetune-chat"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True)
+    assert done.stderr.decode() == "error: recipes need transformers: pip install 'sp-lightning[recipes]'\n"

@@ -250,7 +250,7 @@ def test_the_workflow_has_the_oldest_versions():
     job = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8").partition("  oldest:\n")[2]
     python = project["requires-python"].removeprefix(">=")
     assert f'python-version: "{python}"' in job
-    lines = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["recipes"]]
     promised = [line for line in lines if re.match("torch|(pytorch-)?lightning|transformers", line) and ">=" in line]
     assert len(promised) == 4
     for line in promised:
@@ -265,7 +265,7 @@ def test_declared_dependencies_are_those_imported():
         return {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
 
     optional = names(
-        [line for extra in ("cli", "examples", "fast") for line in project["optional-dependencies"][extra]]
+        [line for extra in ("cli", "fast", "recipes") for line in project["optional-dependencies"][extra]]
     )
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     found -= {*sys.stdlib_module_names, "sp_lightning", "lightning_fabric"}  # the last comes with pytorch-lightning

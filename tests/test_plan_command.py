@@ -309,7 +309,7 @@ def test_the_answer_is_what_to_type(monkeypatch, tmp_path):
     assert (made.accumulate_grad_batches, made.gradient_clip_val) == (4, 1.0)
     model = nn.Linear(2, 2).bfloat16()
     assert eval(optimizer, {**names, "model": model}).defaults["lr"] > 0
-    parsed = parsed_recipe(command.removeprefix("python examples/"), monkeypatch, tmp_path)
+    parsed = parsed_recipe(command.removeprefix("sp-lightning "), monkeypatch, tmp_path)
     assert (parsed.model, parsed.optimizer, parsed.batch_size, parsed.length) == ("Qwen/Qwen3-8B", "int8", 8, 1024)
     assert (parsed.accumulate, parsed.clip, parsed.precision) == (4, 1.0, "bf16-true")
     assert parsed.strategy.options.activations == "recompute"
@@ -328,7 +328,7 @@ def parsed_recipe(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -
         (folder / name).touch()
     (folder / "IMAGES").mkdir(exist_ok=True)
     script, *options = command.split()
-    return importlib.import_module(Path(script).stem).parse(options)
+    return importlib.import_module(script.replace("-", "_")).parse(options)
 
 
 def test_every_recipe_takes_what_is_to_be_typed(monkeypatch, tmp_path):
