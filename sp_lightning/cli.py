@@ -33,6 +33,7 @@ from sp_lightning.lightning_cli import (
     PROGRAM,
     RUNS,
     arguments_of_cli,
+    cause_of,
     command_line,
     in_one_sentence,
     in_the_namespace_of_the_model,
@@ -178,6 +179,12 @@ def _fail(message: str, status: int) -> int:
 
 def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model."""
+    if not any(each.partition("=")[0] in ("--model", "-h", "--help") for each in arguments):
+        if not arguments or arguments[0].startswith("-"):
+            raise argparse.ArgumentError(
+                None, f"name a model, such as `{PROGRAM} plan Qwen3-8B`; `{PROGRAM} plan --help` lists what is built in"
+            )
+        arguments = ["--model", *arguments]
     # dashes are underscores in names
     arguments = [re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), each) for each in arguments]
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -222,6 +229,8 @@ def _plan(arguments: Sequence[str]) -> None:
     print(report)
     if report.best.step is not None and (command := recipe(name, report.best.given)):
         print(f"Or with a recipe, and your data:\n    {PROGRAM} {command}")
+        if report.best.given.lora is not None and "--train lora" in command:
+            print("`--train qlora` instead rounds the base to 4 bits, a quarter of its RAM. It is not planned here.")
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -258,8 +267,14 @@ def _row(row: Row) -> dict[str, Any]:
 def _plan_parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(
+    class WithDashes(ArgumentParser):
+        def format_help(self, *arguments: Any) -> str:
+            text: str = super().format_help(*arguments)
+            return re.sub(r"--\w+", lambda option: option[0].replace("_", "-"), text)
+
+    parser = WithDashes(
         prog=f"{PROGRAM} plan",
+        usage="%(prog)s MODEL [--gpu NAME] [--tokens N] [--lora RANK] ...",
         exit_on_error=False,
         description="Estimate whether a model fits a GPU and the CPU memory of its machine, how fast it trains there, "
         "and which command trains it. Needs neither weights nor a GPU: it estimates from shapes and assumptions.",
@@ -292,5 +307,6 @@ def _module(name: str, parser: ArgumentParser, options: Any) -> nn.Module:
             if configure_model is not None:
                 configure_model()
     except Exception as error:
-        raise argparse.ArgumentError(None, f"model: {name} cannot be built: {error}") from error
+        reason = " ".join(str(cause_of(error) or error).split())
+        raise argparse.ArgumentError(None, f"model: {name} cannot be built: {reason}") from error
     return module

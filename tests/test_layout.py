@@ -264,9 +264,7 @@ def test_declared_dependencies_are_those_imported():
     def names(lines: list[str]) -> set[str]:
         return {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
 
-    optional = names(
-        [line for extra in ("cli", "fast", "recipes") for line in project["optional-dependencies"][extra]]
-    )
+    optional = names([line for extra in ("cli", "fast", "recipes") for line in project["optional-dependencies"][extra]])
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     found -= {*sys.stdlib_module_names, "sp_lightning", "lightning_fabric"}  # the last comes with pytorch-lightning
     assert found - optional == names(project["dependencies"])
