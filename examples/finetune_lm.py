@@ -279,7 +279,7 @@ def train_on_text(options: argparse.Namespace, model: L.LightningModule, save: C
         callbacks=[],
         pace=Pace(lambda batch: batch[0].numel()),
         save=save,
-        max_steps=options.steps,
+        **recipe.length_of(options),
         limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
     )
 

@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         callbacks=[Accuracy("Accuracy")],
         pace=Pace(lambda batch: len(batch[0]), "images"),
         save=partial(save_checkpoint, options),
-        max_steps=options.steps,
+        **recipe.length_of(options),
         val_check_interval=options.eval_every or options.steps,  # once, at the end
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1,

@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         callbacks=[Accuracy("Right answers")],
         pace=Pace(lambda batch: batch["inputs"]["input_ids"].numel()),
         save=save,
-        max_steps=options.steps,
+        **recipe.length_of(options),
         val_check_interval=options.eval_every or options.steps,  # once, at the end
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1,

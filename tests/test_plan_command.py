@@ -299,8 +299,8 @@ def test_the_answer_is_what_to_type(monkeypatch, tmp_path):
         "qwen/qwen3-8b on RTX 4090 fits with AdamW(moments='int8') in bf16-true, including the first steps: "
     )
     said = (
-        r"Estimated speed: [\d,]+ to [\d,]+ tokens/s \([\d.]+ to [\d.]+ minutes per million\); a step of 32,768 tokens takes "
-        r"[\d.]+ s at most, limited by computing on the GPU\."
+        r"Estimated speed: [\d,]+ to [\d,]+ tokens/s \([\d.]+ to [\d.]+ minutes per million\); a step of 32,768 tokens "
+        r"takes [\d.]+ s at most, limited by computing on the GPU\."
     )
     assert re.fullmatch(said, speed)
     loss, optimizer, trainer, _, command = typed(arguments)
