@@ -251,7 +251,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, epochs=8, batch_size=None, lr=4e-3, lr_by_size=True)
     recipe.add_long_run(parser, "samples")
-    parser.add_argument("--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, Qwen-Image, SD3, PixArt, Wan 2.1")
+    parser.add_argument(
+        "--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, Qwen-Image, SD3, PixArt, Wan 2.1"
+    )
     parser.add_argument("--objective", choices=["flow", "noise"], help="what is predicted (default: as the model was)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="storage of the weights")
     parser.add_argument("--images", type=recipe.folder, metavar="FOLDER", help="images with captions")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -43,10 +44,12 @@ def for_trainer(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare_long_run(options: argparse.Namespace, data: str | None, best: tuple[str, str] | None) -> None:
-    """Add the callbacks of a long run, and find its checkpoint."""
-    last = Path(options.output, "checkpoints", "last.ckpt")
+    """Add the callbacks of a long run, and find its folder and its checkpoint."""
     path = getattr(options, data, None) if data else None
     run = {**options.given, "data": None if path is None else Path(path).stat().st_size}
+    continues = options.is_pretrained if options.resume is None else options.resume
+    last = find_last(options, run if options.resume is None and options.is_pretrained else None)
+    options.output = options.given["output"] = str(last.parents[1])
     if options.schedule != "constant" or options.warmup:
         options.callbacks += [Schedule(options.schedule, options.warmup), LearningRateMonitor("step")]
     options.saves = options.save_every is not None or options.is_pretrained
@@ -56,18 +59,27 @@ def prepare_long_run(options: argparse.Namespace, data: str | None, best: tuple[
         metric, mode = best
         lowest = ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, enable_version_counter=False)
         options.callbacks.append(lowest)
-    if options.resume is None and options.is_pretrained:
-        options.resume = True
-        if last.is_file() and (differing := differences(last, run)):
-            raise ValueError(
-                f"{last} is of a run with other options ({', '.join(differing)}): take another --output, or begin anew "
-                "with --no-resume, or continue it with --resume"
-            )
-    if options.resume and last.is_file():
+    if continues and last.is_file():
         say(f"Continuing from {last}")
-    elif options.resume and not options.is_pretrained:
+    elif options.resume:
         say(f"There is no {last} yet: training from the beginning")
-    options.resume = str(last) if options.resume and last.is_file() else None
+    options.resume = str(last) if continues and last.is_file() else None
+
+
+def find_last(options: argparse.Namespace, run: dict[str, Any] | None) -> Path:
+    """Return where the last checkpoint is, or will be: with a run, that of the same command, or of none."""
+    folders: Iterable[str] = [options.output or options.usual_output]
+    if run is not None and not options.output:
+        folders = (options.usual_output + (f"_{number}" if number > 1 else "") for number in count(1))
+    for folder in folders:
+        last = Path(folder, "checkpoints", "last.ckpt")
+        differing = differences(last, run) if run is not None and last.is_file() else []
+        if not differing:
+            return last
+    raise ValueError(
+        f"{last} is of a run with other options ({', '.join(differing)}): take another --output, or begin anew with "
+        "--no-resume, or continue it with --resume"
+    )
 
 
 def logs(folder: str) -> list[Logger]:

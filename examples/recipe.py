@@ -206,10 +206,10 @@ def add_long_run(parser: argparse.ArgumentParser, output: str) -> None:
     options.add_argument(
         "--output",
         type=new_folder,
-        default=output,
         metavar="FOLDER",
-        help="for logs and checkpoints (default: %(default)s)",
+        help=f"for logs and checkpoints (default: {output}, with a number if another command's run is there)",
     )
+    parser.set_defaults(usual_output=output)
 
 
 def parse(
@@ -241,7 +241,7 @@ def parse(
         options.epochs = 1 if is_one_epoch else options.usual_epochs
     elif getattr(options, "steps", 0) is None and not is_one_epoch:
         options.steps = options.usual_steps
-    of_parser = ("usual_lr", "lr_by_size", "usual_steps", "usual_epochs", "is_pretrained")
+    of_parser = ("usual_lr", "lr_by_size", "usual_steps", "usual_epochs", "usual_output", "is_pretrained")
     options.given = {name: value for name, value in vars(options).items() if name not in of_parser}
     lacks_data = data is not None and getattr(options, data) is None and options.is_pretrained
     options.missing = data if lacks_data else None
@@ -258,11 +258,10 @@ def parse(
         options.lr = options.usual_lr
     if hasattr(options, "save_every"):
         try:
+            prepare_long_run(options, data, best if always_validates or options.eval_every else None)
             new_folder(options.output)
         except argparse.ArgumentTypeError as error:
             parser.error(f"--output: {error}")
-        try:
-            prepare_long_run(options, data, best if always_validates or options.eval_every else None)
         except ValueError as error:
             parser.error(str(error))
     return options

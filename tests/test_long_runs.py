@@ -104,6 +104,11 @@ def test_with_a_model_the_same_command_continues(capsys):
     error = "out/checkpoints/last.ckpt is of a run with other options (--lr, --length): take another --output, or"
     assert error in capsys.readouterr().err
     assert f"{steps} steps; --steps or --epochs takes another number" in lines("--lr=1", "--no-resume")
+    del command[command.index("--output=out")]
+    folders = [lines(f"--lr={rate}")[-1].split()[-1] for rate in (1, 2, 1)]
+    assert folders == [
+        f"runs/finetune_chat{name}" for name in ("/logs/version_0", "_2/logs/version_0", "/logs/version_1")
+    ]
 
 
 def write_chats() -> None:
