@@ -33,7 +33,7 @@ ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "averages",
     "stream", "optimizer", "calls", "whole", "story",
 ]  # fmt: skip
-BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "tensors_in"}
+BASICS = {"options", "stats", "host_memory", "torch_private", "operations", "graphs", "tensors_in"}
 
 
 def modules(folder: Path) -> list[Path]:
@@ -103,7 +103,7 @@ def engine_room_of(module: str) -> str:
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
     if module.endswith(
-        ("pipeline.pipeline", "pipeline.occasions", "calls.story", "calls.calls")
+        ("pipeline.pipeline", "pipeline.placement", "calls.story", "calls.calls")
     ):  # above all that they tell
         return "story"
     own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients

@@ -95,6 +95,13 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Compute on values alone: what is made is plain and has no history, and no class is asked about operations."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        yield
+
+
 def remember_device_constructors() -> None:
     """Have `with torch.device(...)` know torch's own factories, by identity, before others stand for them."""
     from torch.utils._device import _device_constructors
@@ -113,6 +120,15 @@ def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., A
     """Return what binds `apply` of custom autograd Functions to their classes: one of C, or a classmethod of Python."""
     apply: Any = vars(kind)["apply"]
     return lambda cls: apply.__get__(None, cls)
+
+
+def replace_wrapped(wrapper: Any, function: Any) -> Any:
+    """Have a wrapper of torch's call another function than the one that it wraps, which is returned.
+
+    Programs that have imported the wrapper by its name, before this package, would not see another in its place.
+    """
+    wrapper.__closure__[0].cell_contents = function
+    return wrapper.__wrapped__
 
 
 def in_transform() -> bool:
@@ -162,13 +178,14 @@ def storage_key(tensor: Tensor) -> int:
 
     Torch's private function passes classes with `__torch_function__` by; `untyped_storage()` asks them.
     """
-    # see `contains_others`
-    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
-        tensor = parts_of(tensor)[0]
+    if type(tensor) not in _PLAIN:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):  # it has no memory yet
+            return 0
+        if hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
+            tensor = parts_of(tensor)[0]
     try:
-        key: int = torch._C._storage_address(tensor)
-    # functorch's wrappers have no storage of their own, and buffers of lazy modules have none yet
-    except (NotImplementedError, RuntimeError, ValueError):
+        key: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+    except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
         return 0
     return key
 

@@ -61,7 +61,7 @@ class AutoPlanner(Planner):
         before = self._units, self._trains
         if arrangement.layout is not self._layout:
             self._layout = arrangement.layout
-            may_stream = engine.room.budget is not None and arrangement.units
+            may_stream = engine.device_budget.nbytes is not None and arrangement.units
             self._units = tuple(map(work_of, arrangement.all_units)) if may_stream else ()
         if not self._units:
             return None
@@ -106,7 +106,7 @@ class AutoPlanner(Planner):
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
-        options, budget = engine.options, engine.room.budget
+        options, budget = engine.options, engine.device_budget.nbytes
         machine = machine_of(engine, measured.recording, self._machine)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:

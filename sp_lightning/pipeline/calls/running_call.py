@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from sp_lightning.pipeline.operands import replace_instances
+from sp_lightning.pipeline.operations import replace_instances
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import alias_count, storage_key
 from sp_lightning.pipeline.units.unit import Member, Unit
