@@ -149,8 +149,9 @@ for _package in _ADAPTORS:
 
 
 def __dir__() -> list[str]:
-    """List all names, of which `__getattr__` imports some on demand, for completion."""
-    return sorted({*globals(), *__all__})
+    """List all public names, of which `__getattr__` imports some on demand, for completion."""
+    rooms = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, "optim", *rooms, *(name for name in globals() if name.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:

@@ -314,7 +314,25 @@ def test_loss_in_slices_of_any_call():
     assert copy.deepcopy(model)(tokens, labels=tokens).loss.isfinite()
 
 
+def test_log_probabilities_of_tokens():
+    """As GRPO and DPO need them, with their gradients."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    plain = copy.deepcopy(model)
+    loss_in_slices(model)
+    tokens, weights = torch.randint(1, 67, (2, 9)), torch.randn(2, 8)
+    ours = -model(tokens, labels=tokens, reduction="none").loss
+    theirs = plain(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(ours[:, :-1], theirs, rtol=2e-5, atol=1e-6)
+    assert not ours[:, -1].any()
+    for values in (ours[:, :-1], theirs):
+        (values * weights).sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-4, atol=1e-6)
+
+
 def test_losses_that_cannot_be_sliced():
+    with pytest.raises(ValueError, match="`Linear` has no loss of transformers' over the logits"):
+        loss_in_slices(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="`BertModel` has no loss of transformers' over the logits of a linear layer"):
         loss_in_slices(BertModel(BertConfig(**{**SMALL, "num_attention_heads": 2})))
     scaled = AutoModelForCausalLM.from_config(GraniteConfig(logits_scaling=8.0, **SMALL))

@@ -42,7 +42,13 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         moments: str = "fp32",
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            raise TypeError(
+                f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case, "
+                "and its options are lr, betas, eps, weight_decay and moments."
+            )
         # which takes, and refuses, the same options
         torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
@@ -169,5 +175,6 @@ class Adam(AdamW):
         weight_decay: float = 0,
         *,
         moments: str = "fp32",
+        **unknown: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, moments=moments)
+        super().__init__(params, lr, betas, eps, weight_decay, moments=moments, **unknown)

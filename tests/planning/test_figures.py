@@ -32,6 +32,6 @@ def test_figures_are_those_of_the_planner(number: int, column: int):
 
 
 def test_figures_of_users_are_those_of_the_planner():
-    assert FIGURES["users"][1] == plan_machines.plan_user(1)
+    assert FIGURES["users"][1] == plan_machines.plan_user(plan_machines.USERS[1])
     for number in (-1, 18):
         assert FIGURES["replay"][number] == [round(speed) for speed in replay.predicted(replay.RUNS[number])]
