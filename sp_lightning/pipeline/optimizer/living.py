@@ -59,7 +59,7 @@ class States:
     """The state of several optimizers."""
 
     def __init__(self, optimizers: Collection[Optimizer]) -> None:
-        self._optimizers = optimizers
+        self.optimizers = optimizers
 
     # ------------------------------------------------------------------------------------- what may live on the device
 
@@ -70,7 +70,7 @@ class States:
         optimizer may look at several weights at once, so that all of its weights are on the host.
         """
         stepped: set[int] = set()
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             identities = set(map(id, parameters_of(optimizer)))
             has_some = not identities.isdisjoint(map(id, parameters))
             if has_some and why_not_by_unit(optimizer) is not None:
@@ -83,18 +83,18 @@ class States:
 
         `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
         """
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
             if why_not_by_unit(optimizer) or not all(one_pass.is_possible for one_pass in passes):
                 return False
-        return bool(self._optimizers) and any(weight.master.requires_grad for weight in unit.every_weight)
+        return bool(self.optimizers) and any(weight.master.requires_grad for weight in unit.every_weight)
 
     # -------------------------------------------------------------------------------------------------- how large it is
 
     def nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the state of parameters takes."""
         with without_torch_function():
-            pairs = product(parameters, self._optimizers)
+            pairs = product(parameters, self.optimizers)
             states = [optimizer.state.get(parameter, {}) for parameter, optimizer in pairs]
         # Lists are made first, because the thread that steps may add state at the same time.
         leaves = tree_leaves([list(state.values()) for state in states])
@@ -108,7 +108,7 @@ class States:
         """
         trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
         nbytes = 0
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
             for group in optimizer.param_groups if type(optimizer) not in OURS else ():
                 if group.get("foreach", False) is not False and not group.get("fused"):
@@ -119,7 +119,7 @@ class States:
     def bytes_of_piece(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that our optimizers take there while they step one piece of parameters after the other."""
         trained = {id(parameter): parameter.numel() for parameter in parameters if parameter.requires_grad}
-        ours = [optimizer for optimizer in self._optimizers if type(optimizer) in OURS]
+        ours = [optimizer for optimizer in self.optimizers if type(optimizer) in OURS]
         stepped = {id(parameter) for optimizer in ours for parameter in parameters_of(optimizer)}
         return bytes_of_step(sum(trained[identity] for identity in trained.keys() & stepped))
 
@@ -127,13 +127,13 @@ class States:
 
     def move(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
         """Move the state of parameters to a device."""
-        for optimizer in self._optimizers if parameters else ():
+        for optimizer in self.optimizers if parameters else ():
             move_state(optimizer, parameters, device)
 
     def share(self, parameters: Iterable[nn.Parameter], processes: Processes) -> None:
         """Give the first process's state of parameters to all processes."""
         with without_torch_function():
-            for parameter, optimizer in product(parameters, self._optimizers):
+            for parameter, optimizer in product(parameters, self.optimizers):
                 state = processes.share(optimizer.state.get(parameter))
                 if state is not None:
                     optimizer.state[parameter] = state
@@ -141,7 +141,7 @@ class States:
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the state of parameters, which another process steps from now on."""
         with without_torch_function():
-            for parameter, optimizer in product(parameters, self._optimizers):
+            for parameter, optimizer in product(parameters, self.optimizers):
                 optimizer.state.pop(parameter, None)
 
 
