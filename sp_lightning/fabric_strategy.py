@@ -136,8 +136,6 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         self.progress = ToldProgress(self.lightning)
         # by the identities of users' models, in the order in which they were set up
         self._attached: WeakValueDictionary[int, AttachedModel] = WeakValueDictionary()
-        # whether the loop has, so that gradients had better bring their norms
-        self._clips_by_norm = False
         self._backward_sync_control = self  # type: ignore[assignment]
 
     @property
@@ -251,13 +249,13 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass, with which the step ends, unless the pass keeps its graph."""
         goes_on = kwargs.get("retain_graph") or kwargs.get("create_graph")
-        measures = self._clips_by_norm or getattr(self.precision, "scaler", None) is not None
+        scales = getattr(self.precision, "scaler", None) is not None
         with ExitStack() as scopes:
             scopes.enter_context(nullcontext() if goes_on else open_steps.ending())
             for pipeline in self.pipelines:
                 scopes.enter_context(out_of_memory_explained(pipeline, trains=True))
                 scopes.enter_context(pipeline.in_all_processes())
-                if measures:
+                if scales:
                     scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
             # the graph was built with others
             if kwargs.get("inputs") is not None and self.pipelines:
@@ -287,14 +285,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        self.precision.unscale_gradients(optimizer)
-        self._clips_by_norm = True
-        parameters = list(self.precision.main_params(optimizer))
-        clipping = self.clipping_of(optimizer)
-        norm = None if clipping is None or norm_type != 2.0 else clipping.total_norm(parameters)
-        if clipping is None or norm is None or not norm.isfinite():
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        clipping.clip_grad_norm(parameters, max_norm)
+        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         return norm.to(self.root_device)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints

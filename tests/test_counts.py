@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.calls.guard import Guard
+from sp_lightning.pipeline.calls import masters
 
 from .helpers import attached, unit_bytes
 from .zoo.blocks import WIDTH as NARROW
@@ -284,7 +284,7 @@ def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast
             optimizer.zero_grad()
 
         step()
-        monkeypatch.setattr(Guard, "run", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
+        monkeypatch.setattr(masters, "run", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
         for _ in range(3):
             step()
 

@@ -33,7 +33,7 @@ ENGINE = [
     "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "averages",
     "stream", "optimizer", "calls", "whole", "story",
 ]  # fmt: skip
-BASICS = {"options", "stats", "host_memory", "torch_private", "operands", "tensors_in"}
+BASICS = {"options", "stats", "host_memory", "torch_private", "operations", "graphs", "tensors_in"}
 
 
 def modules(folder: Path) -> list[Path]:
@@ -103,7 +103,7 @@ def engine_room_of(module: str) -> str:
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
     if module.endswith(
-        ("pipeline.pipeline", "pipeline.occasions", "calls.story", "calls.calls")
+        ("pipeline.pipeline", "pipeline.placement", "calls.story", "calls.calls")
     ):  # above all that they tell
         return "story"
     own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients
@@ -119,15 +119,15 @@ def test_imports_point_one_way_within_the_engine():
         assert imported(path, for_types_alone=True) == leads_back(path), "for types alone, they are few and known"
 
 
-# What the package may weigh: 3 % above what it weighed when somebody last looked, so that a contribution passes. Who
-# takes something out lowers the numbers. A token is one of code: docstrings and comments are free, and a long name
-# costs as much as a short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
+# The package may weigh 3 % more than its targets (136,500 tokens, 81,600 of them in the engine, 132 files), so that a
+# contribution passes. A token is one of code: docstrings and comments are free, and a long name costs as much as a
+# short one. `python -m tests.test_layout` prints today's numbers, those of the rooms too.
 AT_MOST = {
     "code lines of more than 100 columns, per mille": 36,
-    "files": 133,
+    "files": 135,
     "imports that lead back": 1,
-    "tokens": 137_500,
-    "tokens of the engine": 84_200,
+    "tokens": 140_595,
+    "tokens of the engine": 84_048,
 }
 
 

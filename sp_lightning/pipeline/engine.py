@@ -19,12 +19,14 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
-from sp_lightning.pipeline.calls.graphs import Graphs
 from sp_lightning.pipeline.calls.guard import Guard
+from sp_lightning.pipeline.calls.masters import guard_masters, release_masters
+from sp_lightning.pipeline.device_budget import DeviceBudget
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients
+from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.living import Living
@@ -34,10 +36,9 @@ from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.room import Room
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
-from sp_lightning.pipeline.weights.autocast import Autocasts
+from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
@@ -59,15 +60,8 @@ class Planner:
 class StepStory(BackwardEvents, Protocol):
     """Tells the parts of the engine what happens in a step (calls/story.py)."""
 
-    def work_with(
-        self,
-        arrangement: Arrangement,
-        window: Window,
-        stream: GradientStream,
-        backward: BackwardPass,
-        guard: Guard,
-    ) -> None:
-        """Work from now on with the parts that belong to this arrangement of the module."""
+    def follow_arrangement(self) -> None:
+        """Work from now on with the parts that belong to the engine's arrangement of the module."""
 
 
 class Engine:
@@ -105,8 +99,8 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
-        self.room = Room(backend, self.visits, self.meter)
-        self.waiting = WaitingRoom(self.memory)
+        self.device_budget = DeviceBudget(backend, self.visits, self.meter)
+        self.waiting = WaitingGradients(self.memory, self.device_budget)
         self.living = Living(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
@@ -130,21 +124,22 @@ class Engine:
         self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting, self.room)
-        self.room.arrangement = arrangement
-        self.room.stream = self.stream
+        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
+        self.device_budget.arrangement = arrangement
+        self.device_budget.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self._story, self.at_work, self.device, self.window, self.stream)
         self.guard = Guard(
             self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes
         )
-        self._story.work_with(arrangement, self.window, self.stream, self.backward, self.guard)
+        self._lowering = Lowering(self.learned.casts, self.graphs, self.guard)
+        self._story.follow_arrangement()
         self.saved.twins = arrangement.twins
         self.saved.backward = self.backward
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
         self.place_weights()
-        self.activations.measure_anew(self.room.budget is not None)
+        self.activations.measure_anew(self.device_budget.nbytes is not None)
         move_all_but_parameters(self.module, self.device)
         compiles = self.options.compile
         if compiles:
@@ -165,7 +160,7 @@ class Engine:
             if hasattr(self, "guard"):  # the last part that is made before the module is changed
                 parts.callback(self.arrangement.detach_weights)
                 parts.callback(self._restore_members)
-                parts.callback(self.guard.remove)
+                parts.callback(release_masters, self.guard)
                 parts.callback(self._leave_places)
                 if not self.optimizers.shows_used_gradients:
                     parts.callback(self.stream.drop_used)
@@ -219,7 +214,7 @@ class Engine:
         self.living.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
-        self.guard.install(arrangement.weights)
+        guard_masters(self.guard, arrangement.weights, self._lowering)
         self.is_arranged = True
         self.stats.arrangements += 1
 
@@ -253,7 +248,7 @@ class Engine:
         self.visits.close()
         self.backend.drain()
         self.stream.hand_over_gradients()
-        self.guard.remove()
+        release_masters(self.guard)
         self.window.mark_all_absent()
 
     def is_another_tree(self, look_for_new_parameters: bool) -> bool:

@@ -14,17 +14,17 @@ from typing_extensions import Self
 
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, open_steps, remove_gate
-from sp_lightning.pipeline.calls.guard import in_graphs
+from sp_lightning.pipeline.calls.masters import in_graphs
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
-from sp_lightning.pipeline.occasions import Occasions
-from sp_lightning.pipeline.operands import autocast_dtype
+from sp_lightning.pipeline.operations import autocast_dtype
 from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
@@ -104,8 +104,8 @@ class Pipeline:
         progress = progress or Progress()
         engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
         self._parts = engine
-        self._occasions = Occasions(engine)
-        self._story = Story(engine, self._occasions)
+        self._placement = PlacementPolicy(engine)
+        self._story = Story(engine, self._placement)
         self._calls = Calls(self._story, self.device, leaves_steps_open)
         self.stats = engine.stats
         self.optimizers = engine.optimizers
@@ -149,6 +149,14 @@ class Pipeline:
         ):
             yield
 
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all weights by their norm, which is returned, as `clip_grad_norm_` of torch does.
+
+        Torch's function does the same. Neither reads each gradient: the norms come with the gradients, and the
+        optimizer clips while it updates. Your code waits for the norms.
+        """
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
     def record(self) -> AbstractContextManager[Recording]:
         """Record what the lanes do in this scope: units computing, copies, work on the CPU, and stalls."""
         return self._engine.backend.trace.record()
@@ -169,7 +177,7 @@ class Pipeline:
         All of them call it before each training step, and where code of users may have written to weights.
         """
         self._check_attached()
-        self._occasions.meet(places)
+        self._placement.meet(places)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights in CPU memory were written to: those on the GPU are sent again."""
@@ -302,7 +310,7 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._parts.room.budget
+        return self._parts.device_budget.nbytes
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

@@ -95,6 +95,13 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Compute on values alone: what is made is plain and has no history, and no class is asked about operations."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        yield
+
+
 def remember_device_constructors() -> None:
     """Have `with torch.device(...)` know torch's own factories, by identity, before others stand for them."""
     from torch.utils._device import _device_constructors
@@ -113,6 +120,15 @@ def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., A
     """Return what binds `apply` of custom autograd Functions to their classes: one of C, or a classmethod of Python."""
     apply: Any = vars(kind)["apply"]
     return lambda cls: apply.__get__(None, cls)
+
+
+def replace_wrapped(wrapper: Any, function: Any) -> Any:
+    """Have a wrapper of torch's call another function than the one that it wraps, which is returned.
+
+    Programs that have imported the wrapper by its name, before this package, would not see another in its place.
+    """
+    wrapper.__closure__[0].cell_contents = function
+    return wrapper.__wrapped__
 
 
 def in_transform() -> bool:
@@ -158,30 +174,35 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss."""
-    # see `contains_others`
-    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__tensor_flatten__"):
-        tensor = parts_of(tensor)[0]
+    """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss.
+
+    Torch's private function passes classes with `__torch_function__` by; `untyped_storage()` asks them.
+    """
+    if type(tensor) not in _PLAIN:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):  # it has no memory yet
+            return 0
+        if hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
+            tensor = parts_of(tensor)[0]
     try:
-        key: int = tensor.untyped_storage()._cdata
-    # functorch's wrappers have no storage of their own, and buffers of lazy modules have none yet
-    except (NotImplementedError, RuntimeError, ValueError):
+        key: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+    except (NotImplementedError, RuntimeError):  # functorch's wrappers have no storage of their own
         return 0
     return key
 
 
-def alias_count(key: int) -> int:
-    """Return how many tensors lie in a storage, by its identity; Python sees only those that are objects.
+def alias_count(tensor: Tensor) -> int:
+    """Return how many tensors lie in a tensor's storage; Python sees only those that are objects.
 
     Torch counts the storage's own object as well, once there is one.
     """
     alone = torch.empty(1)
-    return torch._C._storage_Use_Count(key) - torch._C._storage_Use_Count(storage_key(alone)) + 1
+    counts = [torch._C._storage_Use_Count(storage._cdata) for storage in map(Tensor.untyped_storage, (tensor, alone))]
+    return counts[0] - counts[1] + 1
 
 
 def owns_memory(tensor: Tensor) -> bool:
     """Tell whether a tensor is alone in its storage, and fills it."""
-    return alias_count(storage_key(tensor)) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return alias_count(tensor) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 _OF_ALL_GRADIENTS = "register_multi_grad_hook.<locals>.get_inner_hook"

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import BLOCK
+from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.optim.on_device import PIECE, Effort
 from sp_lightning.pipeline import Engine, Kind, Lane, Recording, Span
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
+from sp_lightning.pipeline.optimizer.kinds import parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
 from sp_lightning.pipeline.window.places import sent_bytes
-from sp_lightning.planning.memory import bytes_of_pieces, ways_of
+from sp_lightning.planning.memory import bytes_meanwhile, bytes_of_piece, bytes_of_pieces, ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workload
 
 _WARM_UP = 1  # steps before the recording
@@ -81,9 +85,38 @@ def work_of(
     )
 
 
+def may_live_on_device(optimizers: Iterable[Optimizer], parameters: Collection[nn.Parameter]) -> bool:
+    """Tell whether parameters may stay on the device: known optimizers step all trained ones, each by itself.
+
+    A parameter that no optimizer has stepped yet may not: its state would be made there, of unknown size. Any other
+    optimizer may look at several weights at once, so that all of its weights are on the host.
+    """
+    stepped: set[int] = set()
+    for optimizer in optimizers:
+        identities = set(map(id, parameters_of(optimizer)))
+        has_some = not identities.isdisjoint(map(id, parameters))
+        if has_some and why_not_by_unit(optimizer) is not None:
+            return False
+        stepped |= identities
+    return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
+
+
+def _may_visit(optimizers: Collection[Optimizer], unit: Unit, fused: bool) -> bool:
+    """Tell whether a unit may be updated on the device: all optimizers step weights in one pass.
+
+    `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
+    """
+    for optimizer in optimizers:
+        passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
+        if why_not_by_unit(optimizer) or not all(one_pass.is_possible for one_pass in passes):
+            return False
+    return bool(optimizers) and any(weight.master.requires_grad for weight in unit.every_weight)
+
+
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that it has, and of where it may be stepped."""
     states, processes = engine.optimizers.states, engine.processes
+    optimizers = states.optimizers
     masters = [weight.master for weight in unit.every_weight]
     is_free = engine.options.optimizer_on == "auto"
     is_stepped = trains and any(master.requires_grad for master in masters)
@@ -93,12 +126,12 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     work = work_of(
         unit,
         states.nbytes(masters),
-        states.bytes_of_step(masters) if on_accelerator else 0,
+        bytes_meanwhile(optimizers, masters) if on_accelerator else 0,
         trains=trains,
-        lives=plans and (is_free or not is_stepped) and (not trains or states.may_live_on_device(masters)),
-        visits=is_free and processes is None and states.may_visit(unit, engine.steps.fused),
+        lives=plans and (is_free or not is_stepped) and (not trains or may_live_on_device(optimizers, masters)),
+        visits=is_free and processes is None and _may_visit(optimizers, unit, engine.steps.fused),
     )
-    return replace(work, piece_bytes=states.bytes_of_piece(masters) if on_accelerator else 0)
+    return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)
 
 
 def _with_sums(work: UnitWork, micro_steps: int) -> UnitWork:

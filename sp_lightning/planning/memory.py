@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+
+from torch import nn
+from torch.optim import Adadelta, Adagrad, Optimizer, Rprop
 
 from sp_lightning.optim.on_device import PIECE, bytes_of_step
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.gradients.landing import landing_buffers, three_buffers
+from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.window.places import place_in_arena
 from sp_lightning.planning.work import Choice, UnitWork, Way, Workload
+
+_TAKE_TWICE = (Adadelta, Adagrad, Rprop)
 
 
 def device_bytes(workload: Workload, choice: Choice) -> int:
@@ -178,6 +184,31 @@ def bytes_of_pieces(nbytes: int, numbers: int) -> int:
     """Return the device memory for the pieces of a visit of so many bytes that steps so many numbers, and its steps."""
     of_pieces = PIECES_AT_ONCE * min(PIECE, numbers) * nbytes // max(1, numbers)
     return of_pieces + bytes_of_step(numbers)
+
+
+def bytes_meanwhile(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of an accelerator that a step of parameters takes there meanwhile.
+
+    Torch's own code takes the bytes of the weights that it steps at once, or twice as many. Fused code, and code
+    that steps weights one by one, takes none.
+    """
+    trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    nbytes = 0
+    for optimizer in optimizers:
+        times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
+        for group in optimizer.param_groups if type(optimizer) not in OURS else ():
+            if group.get("foreach", False) is not False and not group.get("fused"):
+                stepped = [parameter for parameter in group["params"] if id(parameter) in trained]
+                nbytes += times * sum(parameter.nbytes for parameter in stepped)
+    return nbytes
+
+
+def bytes_of_piece(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes that our optimizers take there while they step one piece of parameters after the other."""
+    trained = {id(parameter): parameter.numel() for parameter in parameters if parameter.requires_grad}
+    ours = [optimizer for optimizer in optimizers if type(optimizer) in OURS]
+    stepped = {id(parameter) for optimizer in ours for parameter in parameters_of(optimizer)}
+    return bytes_of_step(sum(trained[identity] for identity in trained.keys() & stepped))
 
 
 def ways_of(

@@ -13,10 +13,15 @@ from dataclasses import replace
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Pipeline, WindowPlan, available_host_memory
-from sp_lightning.pipeline.optimizer.living import States
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.planning.measure import work_of
-from sp_lightning.planning.memory import bytes_that_stay, first_choice, first_host_bytes
+from sp_lightning.planning.measure import may_live_on_device, work_of
+from sp_lightning.planning.memory import (
+    bytes_meanwhile,
+    bytes_of_piece,
+    bytes_that_stay,
+    first_choice,
+    first_host_bytes,
+)
 from sp_lightning.planning.work import UnitWork, Workload
 from sp_lightning.trainer.host_memory import state_bytes
 
@@ -63,12 +68,11 @@ def keep_units_on_device(
 def _work_before_steps(unit: Unit, optimizers: Sequence[Optimizer], micro_steps: int, on_accelerator: bool) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that its first step will make."""
     masters = [weight.master for weight in unit.every_weight]
-    states = States(optimizers)
     work = work_of(
         unit,
         state=sum(state_bytes(optimizer, masters) for optimizer in optimizers),
-        meanwhile=states.bytes_of_step(masters) if on_accelerator else 0,
-        lives=states.may_live_on_device(masters),
+        meanwhile=bytes_meanwhile(optimizers, masters) if on_accelerator else 0,
+        lives=may_live_on_device(optimizers, masters),
     )
-    piece = states.bytes_of_piece(masters) if on_accelerator else 0
+    piece = bytes_of_piece(optimizers, masters) if on_accelerator else 0
     return replace(work, sum_bytes=work.master_bytes if micro_steps > 1 else 0, piece_bytes=piece)

@@ -54,7 +54,7 @@ PAGEABLE = {
     "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
     "optim/one_kernel.py: _compile": "updates are compiled, once",
     "optim/optimizers.py: _loaded": "a checkpoint is loaded",
-    "pipeline/activations/looks.py: _picture": "the first calls of a unit that recomputes are looked at",
+    "pipeline/activations/snapshots.py: _digest": "the first calls of a unit that recomputes are looked at",
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
     "pipeline/optimizer/clipping.py: multiply_others": "a factor, of what lives on the device",
     "pipeline/optimizer/clipping.py: measure_here": "norms, of what lives on the device: the host waits once",

@@ -322,10 +322,10 @@ def test_a_backward_that_begins_is_not_taken_for_one_that_failed(monkeypatch: py
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     pipeline = Pipeline(module, "cpu")
     story = pipeline._story
-    backward, begin_backward = story.backward, story.begin_backward
+    backward, guard_masters = story.backward, story.guard_masters
     abandon = mock.Mock()
     monkeypatch.setattr(backward, "abandon", abandon)
-    monkeypatch.setattr(story, "begin_backward", lambda: (in_a_thread(backward.forget_failed), begin_backward()))
+    monkeypatch.setattr(story, "guard_masters", lambda: (in_a_thread(backward.forget_failed), guard_masters()))
     module(torch.ones(1, 4)).sum().backward()
     pipeline.detach()
     abandon.assert_not_called()

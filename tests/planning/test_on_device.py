@@ -13,6 +13,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
+from sp_lightning.planning.measure import may_live_on_device
 
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES
@@ -151,7 +152,7 @@ def test_optimizers_that_look_at_weights_together(name: str) -> None:
     actual = losses_of(model, optimizer)
     assert torch.equal(torch.stack(expected), torch.stack(actual))
     assert {on_device for *_, on_device in pipeline._engine.planner.seen} == {0, len(parameters)}
-    may_live = pipeline.optimizers.states.may_live_on_device
+    may_live = partial(may_live_on_device, pipeline.optimizers.states.optimizers)
     assert not any(may_live([parameter]) for parameter in parameters), "only who places units by hand has them there"
     other = nn.Parameter(torch.ones(1))
     assert not may_live([other]), "nobody has stepped it"

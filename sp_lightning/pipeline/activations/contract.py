@@ -8,7 +8,7 @@ All of it moves once, so that BatchNorm counts a batch once. What else a forward
 A forward runs again only if nothing is known to be in the way, and what is not known to be safe is in the way. What is
 given to a unit (a key/value cache, an iterator, a generator of random numbers) may change until backward, whoever does
 it: it has to be of a kind that cannot, a tensor whose version tells, or a module. Around a unit's first calls, a look
-compares what is kept on its modules, and what it is given, if that is of a kind that can be compared (looks.py).
+compares what is kept on its modules, and what it is given, if that is of a kind that can be compared (snapshots.py).
 Changes that nobody can see in advance (in a closure, a class's attribute, a global variable) show in what the second
 forward returns.
 """
@@ -26,8 +26,9 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline.activations.looks import is_small_buffer, may_change, version_of
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.snapshots import is_small_buffer, may_change, version_of
+from sp_lightning.pipeline.operations import Args, Kwargs
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
@@ -63,7 +64,7 @@ class Inputs:
     hooks that the forward registers on them do not fire a second time.
     """
 
-    def __init__(self, saved: SavedTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, saved: SavedTensors, args: Args, kwargs: Kwargs) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         data = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
@@ -81,7 +82,7 @@ class Inputs:
         """Whether a tensor among the arguments was changed in place since the call."""
         return any(packed.is_changed for packed in self._packed)
 
-    def rebuild(self, saved: SavedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, saved: SavedTensors) -> tuple[Args, Kwargs]:
         """Return the arguments for another call."""
         tensors: dict[int, Tensor] = {}
         for (identity, requires_grad), packed in zip(self._requires_grad, self._packed, strict=True):

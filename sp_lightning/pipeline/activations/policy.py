@@ -31,6 +31,7 @@ from sp_lightning.pipeline.activations.offload import Bundle, Offloader
 from sp_lightning.pipeline.activations.recompute import SecondForwards, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.operations import Args, Kwargs
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.tensors_in import tensors_in
@@ -254,7 +255,7 @@ class Activations:
             and all(entry.is_in_place for entry in member.entries)
         )
 
-    def begin(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, member: Member, args: Args, kwargs: Kwargs) -> None:
         """Begin a call of a unit, and choose its route."""
         assert self._route is None, "the outermost call decides"
         route = self._policy

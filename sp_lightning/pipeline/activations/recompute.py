@@ -30,11 +30,12 @@ from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Inputs, Surroundings, are_other, numbers_of, requiring_gradients
-from sp_lightning.pipeline.activations.looks import Look
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.snapshots import Snapshot
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.operations import Args, Kwargs
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import (
@@ -43,7 +44,7 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
 )
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
+from sp_lightning.pipeline.weights.weight import Life, Twin, outdated_graph_error
 
 # After so many looks in a row that find no change, a member's calls are not looked at any more; and so many times,
 # outputs of second forwards are compared with those of the first. A first call may make things that are used from then
@@ -75,7 +76,7 @@ class UnitCall:
     to the member, on which a graph may be kept (see [Note: what nodes hold] in graphs.py).
     """
 
-    def __init__(self, shared: SecondForwards, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, shared: SecondForwards, member: Member, args: Args, kwargs: Kwargs) -> None:
         self.saved: list[ref[Kept]] = []  # what the forward saves, in order
         self.may_be_dropped = False  # whether that can be recomputed; decided when the call is over
         self._member = ref(member)
@@ -85,9 +86,9 @@ class UnitCall:
         self._inputs = Inputs(shared.saved, args, kwargs)
         self._input_bytes = shared.stats.activation_bytes - self._bytes_before
         modules = list(member.module.modules())
-        self._look: Look | None = None
+        self._look: Snapshot | None = None
         if shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable:
-            self._look = Look(modules, pytree.tree_leaves((args, kwargs)))
+            self._look = Snapshot(modules, pytree.tree_leaves((args, kwargs)))
         self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
         self._state = self._state_of_module(self._twins)
         with without_torch_function():
@@ -210,7 +211,7 @@ class UnitCall:
         shared = self._shared
         member = self.member
         # the lowered twin where a weight is no longer lowered: of the other one, autocast would save its own cast
-        twins = [twin if twin.is_replaced else twin.weight.twin for twin in self._twins]
+        twins = [twin if twin.life is Life.IN_GRAPHS else twin.weight.twin for twin in self._twins]
         are_changed = self._inputs.are_changed or self._surroundings.are_changed
         if are_changed or self._state_of_module(twins) != self._state:
             raise self._cannot(

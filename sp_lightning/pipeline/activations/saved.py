@@ -25,13 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
-from sp_lightning.pipeline.torch_private import (
-    SavedTensorHooks,
-    contains_others,
-    storage_key,
-    top_saved_tensor_hooks,
-    without_torch_function,
-)
+from sp_lightning.pipeline.torch_private import SavedTensorHooks, storage_key, top_saved_tensor_hooks
+from sp_lightning.pipeline.weights.handles import Handle
 from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
 
 
@@ -49,29 +44,6 @@ class _Backward(Protocol):
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
-
-
-class _Handle:
-    """A saved weight, or a view of one: an alias of its fixed place, valid whenever the weight is on the device."""
-
-    __slots__ = ("_readers", "alias", "twin", "version")
-
-    def __init__(self, twin: Twin, tensor: Tensor) -> None:
-        with without_torch_function():
-            self.twin = twin
-            self.alias = tensor.detach() if contains_others(tensor) else tensor
-            self.version = twin.version()
-        self._readers = twin.unit.readers
-        self._readers.handles += 1
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the weight has changed since it was saved."""
-        with without_torch_function():
-            return self.twin.version() != self.version
-
-    def __del__(self) -> None:
-        self._readers.handles -= 1
 
 
 class Kept:
@@ -156,20 +128,20 @@ class SavedTensors:
         self.twins = {}
         self.backward = None
 
-    def handle(self, tensor: Tensor) -> _Handle | None:
+    def handle(self, tensor: Tensor) -> Handle | None:
         """Return a handle for a weight or a view of one; None for other tensors."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-        return None if twin is None else _Handle(twin, tensor)
+        return None if twin is None else Handle(twin, tensor)
 
-    def pack(self, tensor: Tensor) -> _Handle | Offloaded | Kept:
+    def pack(self, tensor: Tensor) -> Handle | Offloaded | Kept:
         """Return what autograd saves in place of a tensor."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is not None:
-            return _Handle(twin, tensor)
+            return Handle(twin, tensor)
         offloaded = self._offloader.pack(tensor) if self._offloader.open else None
         return offloaded or Kept(tensor, self.meter, self.recording)
 
-    def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> _Handle | Callable[[], Tensor]:
+    def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> Handle | Callable[[], Tensor]:
         """Return what autograd saves where other hooks were on top, which get everything that is not a weight.
 
         A weight may leave the device before backward, which they cannot know; only a checkpoint does not keep it.
@@ -184,17 +156,14 @@ class SavedTensors:
         tensor: Tensor
         if type(packed) is Kept:
             return packed.get()
-        if type(packed) is _Handle:
+        if type(packed) is Handle:
             tensor = packed.alias
             # the twin that lies there now, as a leaf may have been given another place
-            twin = self.twins.get(storage_key(tensor))
-            name = f"weight {packed.twin.weight.name!r}"
+            twin = self.twins.get(packed.key)
             if twin is None:  # all weights have other places since
-                raise outdated_graph_error(name)
-            with without_torch_function():
-                is_changed = packed.twin.version() != packed.version
-            if is_changed:
-                raise _changed_in_place(name)
+                raise outdated_graph_error(packed.name)
+            if packed.is_changed:
+                raise _changed_in_place(packed.name)
         elif isinstance(packed, Offloaded):
             if self.backward is None:  # the module was detached since
                 raise outdated_graph_error("what a unit has saved")

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.calls.graphs import GRADIENT, Graph
+from sp_lightning.pipeline.calls.nodes import GRADIENT
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.graphs import Graph
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.torch_private import (
     graph_task,
@@ -37,7 +38,7 @@ from sp_lightning.pipeline.window.window import Window
 class BackwardEvents(Protocol):
     """The events of backward passes; story.py tells what happens at each."""
 
-    def begin_backward(self) -> None:
+    def guard_masters(self) -> None:
         """Follow the first sign of a backward pass."""
 
     def end_backward(self, some_came: bool) -> None:
@@ -87,7 +88,7 @@ class BackwardPass:
                         at_work.refuse_others()
                     at_work.continuing_thread = get_ident()
                     self._task = graph_task()
-                    self._events.begin_backward()
+                    self._events.guard_masters()
                     callback = partial(self._end)
                     # Autograd keeps the callback alive for as long as the pass runs.
                     self._callback = weakref.ref(callback)

@@ -17,7 +17,7 @@ import torch
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.operands import autocast_dtype
+from sp_lightning.pipeline.operations import Args, Kwargs, Operation, autocast_dtype
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.overrides import running_calls
@@ -132,7 +132,7 @@ class Calls:
 
     # --------------------------------------------------------------------------------------------------------- a call
 
-    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, member: Member, forward: Operation, args: Args, kwargs: Kwargs) -> Any:
         """Run the call of a member's module with its weights on the device (see gates.py)."""
         self._check_call(member)
         if self._needs_step():

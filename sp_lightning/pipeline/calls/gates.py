@@ -35,7 +35,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.operations import Args, Kwargs, Operation
 from sp_lightning.pipeline.torch_private import (
     SavedTensorHooks,
     call_before_compiling,
@@ -66,7 +67,7 @@ _backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 class Caller(Protocol):
     """Runs the calls of modules that are gates."""
 
-    def call(self, member: Member, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, member: Member, forward: Operation, args: Args, kwargs: Kwargs) -> Any:
         """Run the call of a member's module, whose code is `forward`."""
 
 
@@ -148,7 +149,7 @@ def _subclass_unheard(plain: type[nn.Module], contents: dict[str, Any]) -> type[
     return catch.caught
 
 
-def _as_plain(name: str) -> Callable[..., Any]:
+def _as_plain(name: str) -> Operation:
     """Make a method that runs the one of this name while the module has its plain class."""
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +172,7 @@ def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     _set_class(module, cls)
 
 
-def compiled_call(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
+def compiled_call(module: nn.Module, arguments: Mapping[str, Any]) -> Operation | None:
     """Return the module's call, compiled when it first runs; None where users compile it, or nothing can be fused.
 
     It is what `module.compile(**arguments)` would leave on the module. What the user compiled stays as it is. A lone

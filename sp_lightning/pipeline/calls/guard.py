@@ -21,40 +21,19 @@ read the weights of this step any more then: it raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.calls.backward import BackwardPass
-from sp_lightning.pipeline.calls.graphs import Graphs, differentiate, edges_of
-from sp_lightning.pipeline.calls.masters import (
-    HostParameter,
-    guarded,
-    guards,
-    means_the_master,
-    run_on_leaves,
-)
+from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.lanes.at_work import FORKED, EngineAtWork, optimizer_steps
-from sp_lightning.pipeline.operands import ON_DEVICE, instances_in, is_metadata, name_of, replace_instances
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.torch_private import (
-    in_backward,
-    in_transform,
-    without_torch_function,
-    zeroing,
-)
+from sp_lightning.pipeline.torch_private import in_backward, in_transform, zeroing
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.leaf import EagerLeaf
-from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Weight, form_of
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become, form_of
 from sp_lightning.pipeline.window.arrangement import Arrangement
-
-_OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
 
 
 class Guard:
@@ -75,59 +54,15 @@ class Guard:
         self.window = steps.window
         self.twins_by_memory = arrangement.twins  # all twins, by the identity of their memory
         self._stream = steps.stream
-        self._device = device
+        self.device = device
         self._at_work = at_work
         self._graphs = graphs
         self._backward = backward
         self._arrangement = arrangement
         self._steps = steps
         self._processes = processes
-        self._weights: list[Weight] = []
         # The weights that were used outside of their modules in this step.
         self._served: list[Weight] = []
-
-    def install(self, weights: Iterable[Weight]) -> None:
-        """Guard the masters of weights."""
-        guards.add(self)
-        self._weights = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
-        for weight in self._weights:
-            weight.guard = self
-            guarded[id(weight.master)] = self, weight
-            weight.master.__class__ = HostParameter
-
-    def remove(self) -> None:
-        """Turn the masters back into ordinary Parameters. Idempotent."""
-        guards.discard(self)
-        for weight in self._weights:
-            weight.master.__class__ = nn.Parameter
-            weight.guard = None
-            guarded.pop(id(weight.master), None)
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that has masters among its arguments."""
-        name = name_of(func)
-        if name in ON_DEVICE and self.in_step and not optimizer_steps.depth:
-            return func(torch.empty(0, device=self._device), *args[1:])
-        if not is_metadata(name):
-            # There may be masters of several models, each with its own guard.
-            guards_and_weights = [guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
-            means_masters = means_the_master(name, args, kwargs)
-            # Between steps, too, a graph may wait that was built on leaves of weights.
-            in_step = func in _OF_GRAPHS or any(guard.in_step for guard, _ in guards_and_weights)
-            in_step = in_step and not optimizer_steps.depth
-            if in_step and not means_masters:
-                return _run_on_device(func, args, kwargs)
-            if in_step and any(weight.leaf_count for _, weight in guards_and_weights):
-                return run_on_leaves(func, args, kwargs)
-            for guard, weight in guards_and_weights:
-                guard.before_access(weight, means_masters)
-            if name == "data" and func.__name__ == "__set__":
-                guard, weight = guards_and_weights[0]
-                guard.before_conversion(weight, args[1])
-        with without_torch_function():
-            if name == "data" and len(args) == 1 and guarded[id(args[0])][1].unit.is_followed:
-                return args[0].detach()  # counts what this process writes, which it may not do in a step
-            return func(*args, **kwargs)
 
     def before_access(self, weight: Weight, writes: bool = False) -> None:
         """Finish work that uses a master, because code outside of the engine reads it, or writes to it."""
@@ -167,11 +102,13 @@ class Guard:
 
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
-        step = weight.unit.update.ticket
-        if step is not None:
-            step.join()  # a step that was under way fails in the fork
+        update = weight.unit.update
+        has_begun = update.to_begin is None
+        if update.ticket is not None and has_begun:
+            update.ticket.join()  # a step that was under way fails in the fork
         # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
-        if self._device.type != "cpu" or self._processes is not None or weight.twin.is_touched():
+        is_own = self.device.type == "cpu" and self._processes is None
+        if not (is_own and has_begun) or weight.twin.is_touched():
             raise RuntimeError(f"Weight {weight.name!r} cannot be read here. {FORKED}")
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:
@@ -181,7 +118,8 @@ class Guard:
         is_there = gradient.tensor is not None or gradient in stream.pending
         if not (is_there or gradient.of_segment.is_consumed or weight.has_used_gradient):
             return
-        self._backward.forget_failed()
+        if self._backward.running:
+            self._backward.forget_failed()
         # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
         if reads and gradient in stream.pending:
@@ -208,7 +146,8 @@ class Guard:
             self._arrangement.unused_in_step = False
             self._graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
-                self.keep_as_is(weight)
+                self._arrangement.learned.casts.note_as_is(weight)
+                self.make_resident(weight)
             if weight.twin.parameter.requires_grad != weight.master.requires_grad:
                 self._backward.follow_requires_grad(weight.twin)
             unit = weight.twin.unit
@@ -222,17 +161,14 @@ class Guard:
             if weight.uses_to_watch[training] and unit.presence.fingerprint is None:
                 weight.uses_to_watch[training] -= 1
                 unit.presence.watch()
-            leaf = weight.twin.parameter
-            if isinstance(leaf, DepartedLeaf):
-                leaf.__class__ = weight.leaf_class  # type: ignore[assignment]
+            if weight.twin.life is Life.DEPARTED:
+                become(Life.IN_USE, [weight.twin])
                 self._served.append(weight)
-            return leaf
+            return weight.twin.parameter
 
     def end_step(self) -> None:
         """End the use of leaves outside of their modules: they stand for their masters now."""
-        for weight in self._served:
-            if not weight.leaf_count:
-                weight.twin.parameter.__class__ = DepartedLeaf
+        become(Life.DEPARTED, [weight.twin for weight in self._served if not weight.leaf_count])
         self._served.clear()
 
     def unblock(self, member: Member) -> None:
@@ -244,44 +180,16 @@ class Guard:
                         self._keep_on_device(entry.weight)
 
     def _keep_on_device(self, weight: Weight) -> None:
-        self._make_resident(weight)
+        self.make_resident(weight)
         self._arrangement.learned.touched_outside.append(weight)
 
-    def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
-        """Note that autocast casts a weight, and return the leaf that it is to cast (`Casts.note_cast`)."""
-        graphs = self._graphs
-        if builds_graph:
-            if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
-                # No backward adds the gradients of earlier casts to those of this one.
-                weight.casts = {}
-            weight.cast_in = graphs.current.number
-        leaf = self._arrangement.learned.casts.note_cast(weight, builds_graph, self._backward.follow_requires_grad)
-        # Autocast used the lowered values before the weight was used in its own dtype, and still does.
-        if leaf is not weight.twin.parameter:
-            with self._at_work:
-                self.window.bring(weight.unit)
-        return leaf
+    def bring(self, twin: Twin) -> None:
+        """Have a twin that is not in the module tree collect gradients, and bring its unit."""
+        with self._at_work:
+            self._backward.follow_requires_grad(twin)
+            self.window.bring(twin.weight.unit)
 
-    def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
-        """Note that a weight is used in its own dtype, and return what has that: the leaf, unless it is lowered."""
-        self.keep_as_is(weight)
-        return leaf if leaf.dtype is weight.dtype else self.serve(weight)
-
-    def keep_as_is(self, weight: Weight) -> None:
-        """Send a weight in its own dtype from when it is placed next; if it is lowered now, make it resident."""
-        self._arrangement.learned.casts.used_as_is.add(id(weight.master))
-        if weight.lowered:
-            self._make_resident(weight)
-
-    def keep_as_is_for_now(self, weight: Weight) -> None:
-        """Have a lowered weight be in its own dtype until weights are placed next: autocast is off for its module."""
-        if weight.cast_in == self._graphs.current.number:
-            self.keep_as_is(weight)  # earlier casts in the graph stay as they are
-        else:
-            weight.leaf_class = EagerLeaf  # its uses are not watched without autocast
-            self._make_resident(weight)
-
-    def _make_resident(self, weight: Weight) -> None:
+    def make_resident(self, weight: Weight) -> None:
         """Give a weight memory of its own on the device until weights are placed next, which is due."""
         if in_transform():  # new memory would belong to the transform
             raise RuntimeError(
@@ -292,30 +200,3 @@ class Guard:
         self.window.write_back([weight])
         self._arrangement.make_resident(weight)
         self._arrangement.learned.outdated = True
-
-
-def _run_on_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func is torch.autograd.grad:
-        args, kwargs = replace_instances((args, kwargs), HostParameter, lambda master: guarded[id(master)][1])
-        return differentiate(*args, **kwargs)
-    if func is torch.autograd.backward:
-        return func(*args, **{**kwargs, "inputs": in_graphs(kwargs["inputs"])})
-    with without_torch_function():
-        args, kwargs = replace_instances((args, kwargs), HostParameter, _serve)
-    return func(*args, **kwargs)
-
-
-def _serve(master: HostParameter) -> nn.Parameter:
-    guard, weight = guarded[id(master)]
-    return guard.serve(weight)
-
-
-def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return tensors, with each master replaced by the edges that stand for it in graphs."""
-    inputs: list[Any] = []
-    for tensor in tensors:
-        if isinstance(tensor, HostParameter):
-            inputs += edges_of(guarded[id(tensor)][1])
-        else:
-            inputs.append(tensor)
-    return inputs

@@ -1,55 +1,44 @@
-"""The class of masters: how the guard intercepts operations on them, and which of these mean the masters themselves."""
+"""The class of masters: it sees operations on them, and finds out which object of the weight each operation means.
+
+What follows from an operation that means a master, or the weight on the device, is the guard's to say (guard.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from sp_lightning.pipeline.calls.graphs import GRADIENT
-from sp_lightning.pipeline.operands import instances_in, name_of, replace_instances
+from sp_lightning.pipeline.calls.guard import Guard
+from sp_lightning.pipeline.calls.nodes import GRADIENT, differentiate, edges_of
+from sp_lightning.pipeline.lanes.at_work import optimizer_steps
+from sp_lightning.pipeline.operations import (
+    ABOUT,
+    Args,
+    Kwargs,
+    Meaning,
+    Operation,
+    instances_in,
+    meaning_of,
+    replace_instances,
+)
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
-from sp_lightning.pipeline.weights.autocast import LoweredParameter
+from sp_lightning.pipeline.weights.autocast import LoweredParameter, Lowering
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.overrides import see_all_uses
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.quantized import QuantizedWeight
+from sp_lightning.pipeline.weights.weight import Weight
 
-# Many of these give an alias of the master to write to
-_OF_THE_MASTER = {
-    "data", "detach", "numpy", "__array__", "cpu", "storage", "untyped_storage", "data_ptr", "__dlpack__",
-    "__dlpack_device__", "_version", "retain_grad", "tolist", "__repr__", "__format__",
-}  # fmt: skip
-
-
-class GuardOfMasters(Protocol):
-    """Decides what follows from access to masters (guard.py)."""
-
-    in_step: bool
-    twins_by_memory: dict[int, Twin]
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that has masters among its arguments."""
-
-    def before_access(self, weight: Weight, writes: bool = False) -> None:
-        """Finish what is under way with a master that code outside of the engine reads, or writes to."""
-
-    def before_conversion(self, weight: Weight, values: Tensor) -> None:
-        """Prepare for values of another shape or dtype, which a master gets."""
-
-    def before_gradient(self, weight: Weight, reads: bool) -> None:
-        """Put a master's gradient into its `.grad` if somebody reads it; else drop it, because it is replaced."""
-
-    def serve(self, weight: Weight) -> nn.Parameter:
-        """Return the weight on the device in its own dtype, for an operation outside of its unit."""
-
+_OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
 
 # The guard and the weight of each master, by the master's identity.
-guarded: dict[int, tuple[GuardOfMasters, Weight]] = {}
-guards: WeakSet[GuardOfMasters] = WeakSet()  # the guards of all attached models
+_guarded: dict[int, tuple[Guard, Weight]] = {}
+_guards: WeakSet[Guard] = WeakSet()  # the guards of all attached models
 
 
 class HostParameter(CopiedPlainly):
@@ -61,20 +50,20 @@ class HostParameter(CopiedPlainly):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Operation,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Hand the operation to the guard of the first master among its arguments."""
         kwargs = kwargs or {}
         # mostly, an attribute is read or written
-        master = args[0] if args and type(args[0]) is cls else next(instances_in((args, kwargs), cls), None)
-        guard_and_weight = guarded.get(id(master))
+        master = args[0] if args and type(args[0]) is cls else next(iter(instances_in((args, kwargs), cls)), None)
+        guard_and_weight = _guarded.get(id(master))
         if guard_and_weight is not None:
             guard, weight = guard_and_weight
             if getattr(func, "__self__", None) is not GRADIENT:
-                return guard.run(func, args, kwargs)
+                return run(guard, func, args, kwargs)
             guard.before_gradient(weight, reads=func.__name__ == "__get__")
         with without_torch_function():
             return func(*args, **kwargs)
@@ -86,7 +75,7 @@ def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -
         return parameter.weight.master
     with without_torch_function():
         key = 0 if parameter is None else storage_key(parameter)
-    for guard in guards:
+    for guard in _guards:
         twin = guard.twins_by_memory.get(key)
         if twin is not None:
             raise RuntimeError(
@@ -102,21 +91,71 @@ see_all_uses((HostParameter, DepartedLeaf, LoweredParameter), (EagerLeaf, Lowere
 register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-type]
 
 
-def means_the_master(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation means a master itself, also in a step: it writes to the master, or returns an alias."""
-    if name in _OF_THE_MASTER:
+def guard_masters(guard: Guard, weights: Iterable[Weight], lowering: Lowering) -> None:
+    """Have a guard see what happens to the masters of weights."""
+    _guards.add(guard)
+    for weight in weights:
+        if not isinstance(weight, QuantizedWeight):
+            weight.lowering = lowering
+            _guarded[id(weight.master)] = guard, weight
+            weight.master.__class__ = HostParameter
+
+
+def release_masters(guard: Guard) -> None:
+    """Turn the masters that a guard sees back into ordinary Parameters. Idempotent."""
+    _guards.discard(guard)
+    for weight in [weight for other, weight in _guarded.values() if other is guard]:
+        weight.master.__class__ = nn.Parameter
+        weight.lowering = None
+        del _guarded[id(weight.master)]
+
+
+def run(guard: Guard, func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation that has masters among its arguments, the first of which this guard sees."""
+    meaning = meaning_of(func)
+    if meaning is Meaning.DEVICE and guard.in_step and not optimizer_steps.depth:
+        return func(torch.empty(0, device=guard.device), *args[1:])
+    if meaning not in ABOUT:
+        # There may be masters of several models, each with its own guard.
+        guards_and_weights = [_guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
+        means_masters = _means_masters(meaning, args, kwargs)
+        # Between steps, too, a graph may wait that was built on leaves of weights.
+        in_step = func in _OF_GRAPHS or any(guard.in_step for guard, _ in guards_and_weights)
+        in_step = in_step and not optimizer_steps.depth
+        if in_step and not means_masters:
+            return _run_on_device(func, args, kwargs)
+        if in_step and any(weight.leaf_count for _, weight in guards_and_weights):
+            return _run_on_leaves(func, args, kwargs)
+        for guard, weight in guards_and_weights:
+            guard.before_access(weight, means_masters)
+    with without_torch_function():
+        if meaning is Meaning.DATA:
+            return _run_on_data(func, args)
+        return func(*args, **kwargs)
+
+
+def _means_masters(meaning: Meaning, args: Args, kwargs: Kwargs) -> bool:
+    """Tell whether an operation means masters themselves, also in a step: it writes to them, or returns an alias."""
+    if meaning in (Meaning.MEMORY, Meaning.ALIAS, Meaning.DATA):
         return True
-    if name.startswith("__i"):
-        in_place = name not in ("__invert__", "__index__", "__int__")
-    else:
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
     first = next(iter(args or kwargs.values()), None)  # torch.nn.init passes it by name
-    return next(instances_in((first if in_place else None, kwargs.get("out")), HostParameter), None) is not None
+    results = first if meaning is Meaning.IN_PLACE else None, kwargs.get("out")
+    return bool(instances_in(results, HostParameter))
 
 
-def run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_data(func: Operation, args: Args) -> Any:
+    """Read or set the `.data` of a master."""
+    guard, weight = _guarded[id(args[0])]
+    if func.__name__ == "__set__":
+        guard.before_conversion(weight, args[1])
+    elif weight.unit.is_followed:
+        return args[0].detach()  # counts what this process writes, which it may not do in a step
+    return func(*args)
+
+
+def _run_on_leaves(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation that means masters, some of which have leaves in the module tree."""
-    if name_of(func) == "data":  # leaves have a property of their own for this attribute
+    if meaning_of(func) is Meaning.DATA:  # leaves have a property of their own for this attribute
         leaf = _leaf_in_tree(args[0])
         if func.__name__ == "__get__":
             return leaf.data
@@ -128,5 +167,32 @@ def run_on_leaves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _leaf_in_tree(master: HostParameter) -> nn.Parameter:
-    _, weight = guarded[id(master)]
+    _, weight = _guarded[id(master)]
     return weight.twin.parameter if weight.leaf_count else master
+
+
+def _run_on_device(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    if func is torch.autograd.grad:
+        args, kwargs = replace_instances((args, kwargs), HostParameter, lambda master: _guarded[id(master)][1])
+        return differentiate(*args, **kwargs)
+    if func is torch.autograd.backward:
+        return func(*args, **{**kwargs, "inputs": in_graphs(kwargs["inputs"])})
+    with without_torch_function():
+        args, kwargs = replace_instances((args, kwargs), HostParameter, _served)
+    return func(*args, **kwargs)
+
+
+def _served(master: HostParameter) -> nn.Parameter:
+    guard, weight = _guarded[id(master)]
+    return guard.serve(weight)
+
+
+def in_graphs(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return tensors, with each master replaced by the edges that stand for it in graphs."""
+    inputs: list[Any] = []
+    for tensor in tensors:
+        if isinstance(tensor, HostParameter):
+            inputs += edges_of(_guarded[id(tensor)][1])
+        else:
+            inputs.append(tensor)
+    return inputs

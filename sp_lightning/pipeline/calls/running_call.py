@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from sp_lightning.pipeline.operands import replace_instances
+from sp_lightning.pipeline.operations import replace_instances
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import alias_count, storage_key
 from sp_lightning.pipeline.units.unit import Member, Unit
@@ -72,7 +72,7 @@ class RunningCall:
                     "Return a clone of the weight, or name it in `resident`."
                 )
         # Something else than the twin and its data has a view of a weight: a graph, or a hidden object.
-        if hidden and any(alias_count(entry.weight.twin.key) > 2 for entry in self.member.entries):
+        if hidden and any(alias_count(entry.weight.twin.data) > 2 for entry in self.member.entries):
             raise RuntimeError(
                 f"superpipeline: {self.member.name!r} returns an object of the class "
                 f"{type(hidden[0]).__qualname__!r}, which cannot be searched for weights. Return "

@@ -4,7 +4,7 @@
     enter_call          a unit is brought to the device, and leaves stand in for masters in the module tree
     leave_call          masters are put back, and the unit's place may be given to another unit
     watch_output        the node that made a call's output gets a hook, by which backward announces itself
-    begin_backward      masters are guarded
+    guard_masters       backward begins, and masters are guarded
     before_backward     backward is about to run the nodes of a call, whose unit is brought back
     end_backward        gradients have come; those of other processes are added
     end_step            what the forward has written to weights goes to their masters
@@ -31,20 +31,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.backward import BackwardPass
-from sp_lightning.pipeline.calls.graphs import CallToCome, before_backward, nodes_of
-from sp_lightning.pipeline.calls.guard import Guard
+from sp_lightning.pipeline.calls.nodes import CallToCome, before_backward, nodes_of
 from sp_lightning.pipeline.calls.running_call import RunningCall
 from sp_lightning.pipeline.engine import Engine
-from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.occasions import Occasions
+from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
-from sp_lightning.pipeline.window.arrangement import Arrangement
 from sp_lightning.pipeline.window.order import Pass
-from sp_lightning.pipeline.window.window import Window
 
 
 class Story:
@@ -58,30 +53,24 @@ class Story:
         backward: The backward pass under way.
     """
 
-    def __init__(self, engine: Engine, occasions: Occasions) -> None:
+    def __init__(self, engine: Engine, placement: PlacementPolicy) -> None:
         self.running: list[RunningCall] = []
         self.at_work = engine.at_work
         self.graphs = engine.graphs
         self.activations = engine.activations
         self._optimizers = engine.optimizers
         self._engine = engine
-        self._occasions = occasions
+        self._placement = placement
 
-    def work_with(
-        self,
-        arrangement: Arrangement,
-        window: Window,
-        stream: GradientStream,
-        backward: BackwardPass,
-        guard: Guard,
-    ) -> None:
-        """Work from now on with the parts that belong to this arrangement of the module."""
-        self._arrangement = arrangement
-        self._window = window
-        self._stream = stream
-        self.backward = backward
-        self._guard = guard
-        self._trace = window.backend.trace
+    def follow_arrangement(self) -> None:
+        """Work from now on with the parts that belong to the engine's arrangement of the module."""
+        engine = self._engine
+        self._arrangement = engine.arrangement
+        self._window = engine.window
+        self._stream = engine.stream
+        self.backward = engine.backward
+        self._guard = engine.guard
+        self._trace = engine.backend.trace
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
@@ -92,7 +81,7 @@ class Story:
         if not continues_last_step:
             with self.at_work:
                 self._stream.drop_used(on_host_too=False)
-        self._occasions.before_step(look_for_new_parameters, continues_last_step)
+        self._placement.before_step(look_for_new_parameters, continues_last_step)
         if not continues_last_step:
             self._trace.mark_step()
             self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
@@ -110,7 +99,7 @@ class Story:
             return
         with self.at_work:
             self._window.write_back_all()
-            self._occasions.end_step()
+            self._placement.end_step()
         self.graphs.begin_graph()  # the old graph may still wait for its backward
 
     def guard_masters(self) -> None:
@@ -153,7 +142,7 @@ class Story:
     def follow_autocast(self, member: Member, dtype: torch.dtype | None) -> None:
         """Follow a call under another autocast than the member's weights were placed for."""
         if dtype is not member.autocast:
-            self._occasions.adapt_to_autocast(member, dtype)
+            self._placement.adapt_to_autocast(member, dtype)
 
     def finish_steps(self, member: Member) -> None:
         """Wait for optimizer steps of what a call needs: later, such a step would look like a write by the forward."""
@@ -262,10 +251,6 @@ class Story:
                 self.backward.follow_requires_grad(twin)
 
     # ------------------------------------------------------------------------------------------------------- backward
-
-    def begin_backward(self) -> None:
-        """Follow the first sign of a backward pass."""
-        self.guard_masters()
 
     def before_backward(self, member: Member, call: CallToCome) -> None:
         """Bring a unit back: backward is about to run the nodes of a member's call ([Note: before backward])."""

@@ -31,43 +31,30 @@ class GradientMemory:
 
 
 class MemoryBesideMasters:
-    """The host memory that gradients of a segment stay in, in one of two buffers, each made when first needed.
+    """The host memory that gradients of a segment stay in, made when first needed.
 
-    If gradients come in the masters' dtypes, `arrived` is for sums, too. Else sums take the place of what arrived, and
-    from then on also the first gradients of a step go there, through a landing buffer.
+    The device writes gradients there as they came. If these are in other dtypes than their masters, sums take the
+    memory's place, and from then on also the first gradients of a step go there, through a landing buffer.
 
     Attributes:
-        arrived: The memory for gradients as they came, which the device writes; None if there is none.
-        sums: The memory for what was added up, in the masters' dtypes; None if there is none.
+        memory: The memory, with or without gradients in it; None if there is none.
+        has_sums: Whether it is for sums in other dtypes than those in which gradients come.
     """
 
     def __init__(self, masters: HostBuffer) -> None:
-        self.arrived: GradientMemory | None = None
-        self.sums: GradientMemory | None = None
+        self.memory: GradientMemory | None = None
+        self.has_sums = False
         self._masters = masters
 
-    @property
-    def any(self) -> GradientMemory | None:
-        """The memory, with or without gradients in it; None if there is none."""
-        return self.sums or self.arrived
-
-    def for_arrived(self, layout: GradientLayout) -> GradientMemory:
-        """Return the memory for gradients as they come."""
-        if self.arrived is None:
-            self.arrived = self._make(layout, pin=True)
-        return self.arrived
-
-    def make_sums(self, layout: GradientLayout, pin: bool) -> GradientMemory:
-        """Make the memory for sums of another dtype than that in which gradients come."""
-        assert self.any is None
-        self.sums = self._make(layout, pin)
-        return self.sums
-
-    def _make(self, layout: GradientLayout, pin: bool) -> GradientMemory:
-        buffer = self._masters.get_companion("gradients", layout.nbytes, pin=False)
-        if pin:
-            buffer.pin()
-        return GradientMemory(buffer.bytes)
+    def get(self, layout: GradientLayout, pin: bool, has_sums: bool = False) -> GradientMemory:
+        """Return the memory; if there is none, make it for this layout."""
+        if self.memory is None:
+            buffer = self._masters.get_companion("gradients", layout.nbytes, pin=False)
+            if pin:
+                buffer.pin()
+            self.memory = GradientMemory(buffer.bytes)
+            self.has_sums = has_sums
+        return self.memory
 
     def release(self) -> None:
         """Release the memory; gradients in it keep it."""
@@ -76,14 +63,15 @@ class MemoryBesideMasters:
 
     def forget(self) -> None:
         """Forget the memory, without releasing it."""
-        self.arrived = self.sums = None
+        self.memory = None
+        self.has_sums = False
 
     def contains(self, tensor: Tensor) -> bool:
         """Tell whether a tensor lies in the memory; one without elements lies nowhere else."""
-        if self.any is None:
+        if self.memory is None:
             return False
-        start = self.any.bytes.data_ptr()
-        return not tensor.numel() or start <= tensor.data_ptr() < start + self.any.bytes.nbytes
+        start = self.memory.bytes.data_ptr()
+        return not tensor.numel() or start <= tensor.data_ptr() < start + self.memory.bytes.nbytes
 
 
 class LandingBuffer(GradientMemory):

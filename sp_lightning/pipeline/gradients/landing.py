@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind
 from sp_lightning.pipeline.units.unit import Unit
@@ -42,8 +42,8 @@ def three_buffers(sizes: Iterable[int]) -> list[int]:
 class LandingBuffers:
     """The landing buffers, made when the first one is needed."""
 
-    def __init__(self, backend: Backend, waiting: WaitingRoom) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, waiting: WaitingGradients) -> None:
+        self.backend = backend
         self._waiting = waiting
         self._buffers: list[LandingBuffer] = []  # all buffers, the smallest first
         self._released = threading.Condition()
@@ -57,6 +57,7 @@ class LandingBuffers:
         """Size the buffers for these units; they are made when the first one is needed."""
         self._arriving_bytes = [gradient_bytes(unit.weights) for unit in units]
         self._sum_bytes = [max(gradient_bytes(unit.weights), _bytes_of_sums(unit.weights)) for unit in units]
+        self._waiting.landing_bytes = sum(three_buffers(self._sum_bytes))
 
     def make_room(self, nbytes: int) -> None:
         """Size the buffers for one more unit, before the first buffer is taken."""
@@ -72,7 +73,7 @@ class LandingBuffers:
             buffer.users += 1
             return buffer
 
-    def _reserve(self, nbytes: int) -> LandingBuffer:
+    def reserve(self, nbytes: int) -> LandingBuffer:
         """Return a large enough buffer, which is free once its last reader is done. The caller has reserved no other.
 
         This blocks only if buffers have to grow.
@@ -99,23 +100,17 @@ class LandingBuffers:
         large = [buffer for buffer in self._buffers if buffer.bytes.nbytes >= nbytes]
         # Buffers were made when some weights were frozen, or lowered. This one is used once.
         if not large:
-            large.append(LandingBuffer(HostBuffer(nbytes, self._backend, pin=False), self._released))
+            large.append(LandingBuffer(HostBuffer(nbytes, self.backend, pin=False), self._released))
         return large
 
     def _make(self, sizes: Sequence[int]) -> None:
-        host_buffers = [HostBuffer(size, self._backend, pin=True) for size in sorted(self._sizes(sizes))]
+        host_buffers = [HostBuffer(size, self.backend, pin=True) for size in sorted(self._sizes(sizes))]
         self._buffers = [LandingBuffer(buffer, self._released) for buffer in host_buffers]
 
     def _sizes(self, unit_sizes: Sequence[int]) -> list[int]:
         if self._waiting.may_happen:
             return three_buffers(unit_sizes)
         return sorted(unit_sizes)[-landing_buffers(len(unit_sizes)) :]
-
-    def land_late(self, name: str, gradients: Mapping[Gradient, Tensor]) -> LateGradients:
-        """Copy to the host all that has waited on the device for a unit's step; neither host nor computing waits."""
-        weights = [gradient.weight for gradient in gradients]
-        layout = GradientLayout(weights, [tensor.dtype for tensor in gradients.values()])
-        return LateGradients(name, gradients, layout, self._reserve(layout.nbytes), self._backend)
 
     def release_all(self) -> None:
         """Release all buffers, after an exception."""
@@ -127,10 +122,6 @@ class LandingBuffers:
         """Return the bytes of host memory."""
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
-    def most_nbytes(self) -> int:
-        """Return the bytes of host memory that the buffers may take for sums."""
-        return sum(self._sizes(self._sum_bytes))
-
     def free_memory(self) -> None:
         """Free the memory, when no copy is under way; tensors in it keep it."""
         while self._buffers:
@@ -138,9 +129,10 @@ class LandingBuffers:
 
 
 class LateGradients(DeferredTicket):
-    """Gradients on their way from the device to an update on the host; done when they have landed.
+    """All that has waited on the device for a unit's step, on its way to the host; done when it has landed.
 
-    The gradients themselves do not change: others may read them meanwhile.
+    Neither the host nor computing waits for the copies. The gradients themselves do not change: others may read them
+    meanwhile.
 
     Attributes:
         landed: The tensor on the host for each gradient.
@@ -149,24 +141,19 @@ class LateGradients(DeferredTicket):
         nbytes: The bytes of all gradients.
     """
 
-    def __init__(
-        self,
-        name: str,
-        gradients: Mapping[Gradient, Tensor],
-        layout: GradientLayout,
-        buffer: LandingBuffer,
-        backend: Backend,
-    ) -> None:
+    def __init__(self, name: str, gradients: Mapping[Gradient, Tensor], landing: LandingBuffers) -> None:
         self.sources = list(gradients.values())
-        self.landed = dict(zip(gradients, layout.views(buffer.bytes)[0], strict=True))
-        self.buffer = buffer
+        weights = [gradient.weight for gradient in gradients]
+        layout = GradientLayout(weights, [source.dtype for source in self.sources])
+        self.buffer = landing.reserve(layout.nbytes)
+        self.landed = dict(zip(gradients, layout.views(self.buffer.bytes)[0], strict=True))
         self.nbytes = sum(source.nbytes for source in self.sources)
         self._name = name
-        self._backend = backend
-        self._copy = Job(self._send, [backend.computed()], self.nbytes)
-        after = [] if buffer.last_reader is None else [buffer.last_reader]
+        self._backend = landing.backend
+        self._copy = Job(self._send, [self._backend.computed()], self.nbytes)
+        after = [] if self.buffer.last_reader is None else [self.buffer.last_reader]
         super().__init__(Job(self._issue_copy, after, rank=BEFORE_OTHER_WORK))
-        backend.issue_when_ready(self.job)
+        self._backend.issue_when_ready(self.job)
 
     def _issue_copy(self) -> None:
         """Issue the copy."""

@@ -29,11 +29,11 @@ from torch import Tensor
 from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
 from sp_lightning.pipeline.gradients.landing import LandingBuffers
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom, add_on_device, move_to_host
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, Stored
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients, add_on_device, move_to_host
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes, norm_dtype_of
@@ -101,7 +101,7 @@ class _Sum(NamedTuple):
 
 def _add_up(sums: Sequence[_Sum], norm_dtype: torch.dtype | None) -> None:
     """Add gradients that have landed to earlier ones, or begin a sum with them."""
-    with without_torch_function(), torch.no_grad():
+    with untracked():
         for total, before, added, norm in sums:
             if before is None:
                 total.copy_(added)
@@ -122,10 +122,40 @@ class Route(enum.Enum):
     STAY = enum.auto()
 
 
+class Arrival(NamedTuple):
+    """What decides on the route of the gradients that a unit has gathered."""
+
+    stored: Stored  # where the engine has earlier ones
+    has_sums: bool  # whether the unit has memory for sums of another dtype
+    is_updated_on_device: bool  # whether an update on the device comes next
+    is_used_at_once: bool  # whether a step in backward uses them, and needs them no longer
+
+
+def route_of(arrival: Arrival) -> Route:
+    """Choose a route, as if the host had room for all gradients: the first that applies.
+
+    earlier ones are on the device                          STAY
+    earlier ones are on the host                            ADD
+    an update on the device comes next                      STAY
+    a step in backward uses them, and needs them no longer  PASS_TO_STEP
+    the unit has memory for sums of another dtype           ADD
+    else                                                    KEEP
+    """
+    if arrival.stored is Stored.ON_DEVICE:
+        return Route.STAY
+    if arrival.stored is Stored.ON_HOST:
+        return Route.ADD
+    if arrival.is_updated_on_device and not arrival.has_sums:
+        return Route.STAY
+    if arrival.is_used_at_once:
+        return Route.PASS_TO_STEP
+    return Route.ADD if arrival.has_sums else Route.KEEP
+
+
 class Routes:
     """Sends units' gradients to the host, each in one copy and in the dtype they were computed in."""
 
-    def __init__(self, window: Window, waiting: WaitingRoom) -> None:
+    def __init__(self, window: Window, waiting: WaitingGradients) -> None:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(window.units, window.backend)
         self.landing = LandingBuffers(window.backend, waiting)
@@ -155,7 +185,7 @@ class Routes:
         """Copy gradients, and their norms if these are measured, to the unit's own memory, where they stay."""
         of_segment.wait()  # earlier gradients may be on their way to that memory
         gathered = of_segment.take_gathered()
-        memory = of_segment.beside.for_arrived(of_segment.layout)
+        memory = of_segment.beside.get(of_segment.layout, pin=True)
         has_norms = self.measures_norms and of_segment.layout.norm_dtype is not None
         self._download(of_segment, gathered, memory, has_norms)
         of_segment.record_download(memory, gathered, has_norms)
@@ -163,7 +193,7 @@ class Routes:
     def _pass_to_step(self, of_segment: SegmentGradients) -> None:
         """Copy gradients to a landing buffer for the optimizer, which does not keep them."""
         of_segment.release_memory()  # gradients pass through a few buffers from now on
-        of_segment.land_in(self._land(of_segment))
+        of_segment.landing = self._land(of_segment)
 
     def _add(self, of_segment: SegmentGradients) -> None:
         """Copy gradients to a landing buffer, and add them to earlier ones."""
@@ -196,11 +226,11 @@ class Routes:
         """
         of_segment.release_memory()  # nobody needs it; this also waits for earlier norms
         of_segment.mark_on_device()
-        gathered = of_segment.take_gathered()
-        with without_torch_function(), torch.no_grad():
-            for gradient, tensor in list(gathered.items()):
+        gathered = of_segment.gathered
+        with untracked():
+            for gradient in list(gathered):
                 try:
-                    add_on_device(gradient, tensor, more_comes)
+                    add_on_device(gradient, gathered[gradient], more_comes)
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
@@ -208,7 +238,6 @@ class Routes:
                 del gathered[gradient]
         if gathered:
             move_to_host(of_segment)
-            of_segment.gather_again(gathered)
             self._add(of_segment)
         elif self.measures_norms:
             self._measure_on_device(of_segment)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer, MemoryBesideMasters
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight, used_in_backward, used_in_step
@@ -42,7 +43,7 @@ class Gradient:
         self.is_sum = False  # whether `tensor` was added up on the device, in memory of its own
 
     @property
-    def is_seen(self) -> bool:
+    def accumulates_in_grad(self) -> bool:
         """Whether users see how it is added up: the master has a `.grad` of theirs, or hooks."""
         master = self.weight.master
         if master._backward_hooks or master._post_accumulate_grad_hooks:
@@ -60,14 +61,10 @@ class Gradient:
 
     def check_readable(self) -> None:
         """Raise if the gradient cannot be read or changed, because a step has used it, and it was dropped."""
-        self._check_unused_in_backward()
-        if self.weight.has_used_gradient:
-            raise used_in_step(self.weight.name, "it is to be read, or clipped")
-
-    def _check_unused_in_backward(self) -> None:
-        """Raise if the unit was updated in backward, and `step()` is yet to be called."""
         if self.of_segment.is_consumed:
             raise used_in_backward(self.weight.name)
+        if self.weight.has_used_gradient:
+            raise used_in_step(self.weight.name, "it is to be read, or clipped")
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the gradient when it is read, bit for bit as `GradScaler.unscale_` and `clip_grad_norm_` do."""
@@ -84,8 +81,8 @@ class Gradient:
         if self.tensor is None:
             return None
         self.of_segment.wait()
-        with torch.inference_mode(False), torch.no_grad():
-            taken = torch.empty_like(self.weight.host).copy_(self.tensor)
+        with untracked():
+            taken = torch.empty_like(self.weight.current_memory).copy_(self.tensor)
             for factor in self.factors:
                 taken.mul_(factor)
         self.drop()
@@ -96,18 +93,20 @@ class Gradient:
         was_there = self.tensor is not None
         self.tensor = self.norm = None
         self.factors = ()
+        self.is_used = False
         if was_there:
             self.of_segment.note_one_less()
 
     def zero(self, to_none: bool) -> None:
         """Do what `zero_grad` does with the gradient: make it None, or zeros."""
-        self._check_unused_in_backward()
+        if self.of_segment.is_consumed:
+            raise used_in_backward(self.weight.name)
         self.drop()
         self.weight.has_used_gradient = False
         if not to_none:
             # A GPU-side update reads all gradients in one place.
             device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
-            zeros = torch.zeros_like(self.weight.host, device=device)
+            zeros = torch.zeros_like(self.weight.current_memory, device=device)
             self.set_tensor(zeros, zeros.new_zeros(()))
 
 
@@ -167,7 +166,7 @@ class SegmentGradients:
         self.missing = 0
         # Whether the gradient that came last is its weight's last one in this backward pass.
         self.is_last = False
-        self._stored = Stored.NOWHERE
+        self.stored = Stored.NOWHERE
         self._stored_count = 0  # how many gradients the engine has, apart from those that are gathered
         # Done when no copy and no addition of gradients is under way.
         self.ticket: Ticket | None = None
@@ -190,31 +189,31 @@ class SegmentGradients:
 
     def mark_on_device(self) -> None:
         """Note that gradients stay on the device, with the earlier ones."""
-        assert self._stored is not Stored.ON_HOST, self.unit.name
-        self._stored = Stored.ON_DEVICE
+        assert self.stored is not Stored.ON_HOST, self.unit.name
+        self.stored = Stored.ON_DEVICE
 
     def mark_on_host(self) -> None:
         """Note that the gradients are on the host now."""
-        assert self._stored is Stored.ON_DEVICE, self.unit.name
-        self._stored = Stored.ON_HOST
+        assert self.stored is Stored.ON_DEVICE, self.unit.name
+        self.stored = Stored.ON_HOST
 
     def note_one_more(self) -> None:
         """Note that the engine has one more of the gradients."""
         self._stored_count += 1
-        if self._stored is Stored.NOWHERE:
-            self._stored = Stored.ON_HOST
+        if self.stored is Stored.NOWHERE:
+            self.stored = Stored.ON_HOST
 
     def note_one_less(self) -> None:
         """Note that the engine has one of the gradients less."""
         assert self._stored_count > 0, self.unit.name
         self._stored_count -= 1
         if self._stored_count == 0:
-            self._stored = Stored.NOWHERE
+            self.stored = Stored.NOWHERE
 
     @property
     def is_on_device(self) -> bool:
         """Whether the gradients stay on the device until the unit is updated."""
-        return self._stored is Stored.ON_DEVICE
+        return self.stored is Stored.ON_DEVICE
 
     @property
     def has_stored(self) -> bool:
@@ -254,10 +253,6 @@ class SegmentGradients:
         self.gathered = {}
         return gathered
 
-    def gather_again(self, gathered: dict[Gradient, Tensor]) -> None:
-        """Put gradients back that were taken, to send them by another route."""
-        self.gathered = gathered
-
     def lay_out(self) -> None:
         """Make layouts for the gradients that were gathered, in the dtypes in which they came."""
         gathered = self.gathered
@@ -279,24 +274,18 @@ class SegmentGradients:
 
     def make_sums(self) -> dict[Gradient, Tensor]:
         """Return the place of each sum."""
-        if self.sum_layout.dtypes == self.layout.dtypes:
-            memory = self.beside.for_arrived(self.layout)
-        elif self.beside.sums is not None:
-            memory = self.beside.sums
-        else:
+        differ = self.sum_layout.dtypes != self.layout.dtypes
+        if differ and not self.beside.has_sums:
             self.release_memory()  # gradients in it keep it
-            # The device writes no sums. It reads them if the unit is updated there.
-            memory = self.beside.make_sums(self.sum_layout, pin=self.unit.update.is_on_device)
+        # The device writes no sums of other dtypes. It reads them if the unit is updated there.
+        pin = not differ or self.unit.update.is_on_device
+        memory = self.beside.get(self.sum_layout, pin, has_sums=differ)
         return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
     def release_memory(self) -> None:
         """Release the memory beside the masters; gradients in it keep it."""
         self.wait()
         self.beside.release()
-
-    def land_in(self, buffer: LandingBuffer) -> None:
-        """Note the landing buffer with the gradients, until somebody has read them."""
-        self.landing = buffer
 
     def pass_landing(self) -> LandingBuffer | None:
         """Return the landing buffer to who releases it; None if there is none."""
@@ -338,14 +327,14 @@ class SegmentGradients:
         for gradient in self.gradients:
             gradient.tensor = gradient.norm = None
         self.gathered = {}
-        self._stored, self._stored_count = Stored.NOWHERE, 0
+        self.stored, self._stored_count = Stored.NOWHERE, 0
         self.ticket = self.landing = None
 
     def abandon(self) -> None:
         """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""
         self.gathered = {}
         if not self.has_stored:  # the exception came before the first of them was there
-            self._stored = Stored.NOWHERE
+            self.stored = Stored.NOWHERE
         is_lost = self.pass_landing() is not None
         try:
             self.wait()

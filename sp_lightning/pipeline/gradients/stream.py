@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.routes import Route, Routes
+from sp_lightning.pipeline.gradients.routes import Arrival, Route, Routes, route_of
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward
-from sp_lightning.pipeline.gradients.waiting import DeviceRoom, WaitingRoom
-from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients
+from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
@@ -37,7 +37,7 @@ class GradientStream:
             value tells whether users see how a gradient is added up.
     """
 
-    def __init__(self, window: Window, routes: Routes, waiting: WaitingRoom, device: DeviceRoom) -> None:
+    def __init__(self, window: Window, routes: Routes, waiting: WaitingGradients) -> None:
         self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
@@ -45,7 +45,6 @@ class GradientStream:
         self.averages: Averages | None = None
         self._window = window
         self._waiting = waiting
-        self._device = device
         self.follow_segments(())
 
     def follow_segments(self, by_segment: Sequence[SegmentGradients]) -> None:
@@ -105,11 +104,11 @@ class GradientStream:
     def _note(self, gradient: Gradient) -> None:
         """Note that a gradient has come, and whether users see how it is added up."""
         if gradient not in self.pending:
-            is_seen = gradient.is_seen
-            if is_seen or gradient.factors:
+            accumulates_in_grad = gradient.accumulates_in_grad
+            if accumulates_in_grad or gradient.factors:
                 gradient.show()  # the earlier gradient is not part of the engine's sum
-                is_seen = gradient.is_seen
-            self.pending[gradient] = is_seen
+                accumulates_in_grad = gradient.accumulates_in_grad
+            self.pending[gradient] = accumulates_in_grad
         elif self.pending[gradient]:
             self._accumulate([gradient])  # one after the other, as autograd does
 
@@ -123,76 +122,40 @@ class GradientStream:
 
     def _send(self, of_segment: SegmentGradients, more_comes: bool = False) -> None:
         """Send the gradients that a unit has gathered; `more_comes` if others are known to follow."""
-        is_final = of_segment.is_last and not more_comes
-        is_seen = False
+        # Other leaves of the weight have gradients of their own, and users may see how it is added up.
+        accumulates_in_grad = False
         for gradient in of_segment.gathered:
-            is_seen |= self.pending[gradient]
-            # Other leaves of the weight have gradients of their own, and users may see how it is added up.
-            if gradient.weight.other_twins or is_seen:
-                is_final = False
+            accumulates_in_grad |= self.pending[gradient]
+            more_comes |= bool(gradient.weight.twins_in_graphs)
+        is_final = of_segment.is_last and not (more_comes or accumulates_in_grad)
         if self.averages is not None and self.averages.send(of_segment, is_final, self.early_step):
             return
         # An update on the device may still read the earlier sums, and begins when somebody waits for it. A step on the
         # host is over: computing has waited for the weights that it wrote.
-        if of_segment.is_on_device or (of_segment.beside.any is not None and of_segment.unit.update.is_on_device):
+        updates_on_device = of_segment.unit.update.is_on_device
+        if of_segment.is_on_device or (of_segment.beside.memory is not None and updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
-        self._ship(of_segment, is_final and not of_segment.missing, is_seen)
-
-    def _ship(self, of_segment: SegmentGradients, is_final: bool, is_seen: bool) -> None:
-        """Send gradients by their route, and give them to the step in backward if there is one."""
-        early = self._early_step(of_segment, is_final)
+        is_complete = is_final and not of_segment.missing
+        # Users of another process may see a gradient that is not seen here. So averages are used after backward.
+        early = self.early_step if is_complete and self.averages is None else None
+        if early is not None and not early.wants(of_segment):
+            early = None
         steps_next = early is not None or self.routes.measures_norms
-        route = self._route(of_segment, early, is_final and steps_next, is_seen)
+        arrival = Arrival(
+            of_segment.stored,
+            has_sums=of_segment.beside.has_sums,
+            is_updated_on_device=updates_on_device and is_complete and steps_next,
+            is_used_at_once=early is not None and not early.keeps_gradients,
+        )
+        route = route_of(arrival)
+        is_first = not of_segment.has_stored and route in (Route.ADD, Route.KEEP)
+        may_wait = is_first and self.averages is None and not accumulates_in_grad
+        if may_wait and self._waiting.admits(of_segment, more_comes=not steps_next):
+            route = Route.STAY
         self.routes.send(of_segment, route, more_comes=not steps_next)
         if early is not None:
             early.step_with(of_segment)
-
-    def _early_step(self, of_segment: SegmentGradients, is_final: bool) -> StepInBackward | None:
-        """Return the step in backward that uses these gradients; None if there is none."""
-        # Users of another process may see a gradient that is not seen here. So averages are used after backward.
-        if self.early_step is None or not is_final or self.averages is not None:
-            return None
-        if self.early_step.wants(of_segment):
-            return self.early_step
-        return None
-
-    def _route(
-        self,
-        of_segment: SegmentGradients,
-        early: StepInBackward | None,
-        is_updated_next: bool,
-        is_seen: bool,
-    ) -> Route:
-        """Choose the route of gradients: the first that applies.
-
-        the unit's gradients are on the device already          STAY
-        others of the unit are on the host                      ADD
-        it is updated next, on the GPU                          STAY
-        a step in backward uses it, and needs it no longer      PASS_TO_STEP
-        the host has no room for it, and nobody sees the sum    STAY
-        the unit has memory for sums, of another dtype          ADD
-        else                                                    KEEP
-        """
-        has_sums = of_segment.beside.sums is not None
-        if of_segment.is_on_device:
-            return Route.STAY
-        if of_segment.has_stored:
-            return Route.ADD
-        if of_segment.unit.update.is_on_device and is_updated_next and not has_sums:
-            return Route.STAY
-        if early is not None and not early.keeps_gradients:
-            return Route.PASS_TO_STEP
-        may_wait = self.averages is None and not is_seen
-        more_comes = early is None and not self.routes.measures_norms
-        if may_wait and self._waits(of_segment, more_comes):
-            return Route.STAY
-        return Route.ADD if has_sums else Route.KEEP
-
-    def _waits(self, of_segment: SegmentGradients, more_comes: bool) -> bool:
-        """Tell whether gradients wait on the device, as the host has no room for them."""
-        passing = self.routes.landing.most_nbytes() if self._waiting.is_left_to_backward else 0
-        return self._waiting.admits(of_segment, passing, more_comes, self._device)
 
     def bytes_on_device(self) -> int:
         """Return the bytes of gradients that stay on the device."""
@@ -210,7 +173,7 @@ class GradientStream:
         if self.pending and self.averages is not None:
             self.averages.send_rest(self.early_step)
         some_came = bool(self.pending)
-        seen = [gradient for gradient, is_seen in self.pending.items() if is_seen]
+        seen = [gradient for gradient, accumulates_in_grad in self.pending.items() if accumulates_in_grad]
         self.pending.clear()
         self._accumulate(seen)
         return some_came
@@ -234,8 +197,8 @@ class GradientStream:
         """Forget the gradients of a backward pass that an exception has ended."""
         for of_segment in self._by_segment:
             of_segment.abandon()
-        for gradient, is_seen in self.pending.items():
-            if is_seen:
+        for gradient, accumulates_in_grad in self.pending.items():
+            if accumulates_in_grad:
                 gradient.drop()
         self.pending.clear()
         self.routes.landing.release_all()

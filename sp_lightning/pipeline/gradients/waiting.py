@@ -23,27 +23,30 @@ from sp_lightning.pipeline.torch_private import owns_memory
 from sp_lightning.pipeline.weights.segment import HostMemory
 
 
-class DeviceRoom(Protocol):
-    """Knows how much of the device a step leaves to gradients (room.py)."""
+class SpareMemory(Protocol):
+    """Knows how much of the device a step leaves to gradients (device_budget.py)."""
 
     def left_for_gradients(self) -> float:
         """Return the bytes that are free, and stay free if the step takes no more than it has so far."""
 
 
-class WaitingRoom:
+class WaitingGradients:
     """Decides whose gradients wait on the device.
 
     Attributes:
         host_bytes: The host memory that gradients may take before there is a plan; infinite where nothing has to wait.
+        landing_bytes: The host memory through which gradients pass that have waited.
         planned: The names of units whose gradients wait; None if there is no plan yet.
         waited: The names of units whose gradients have waited since the last plan.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory, device: SpareMemory) -> None:
+        self.landing_bytes = 0
         self.host_bytes = math.inf
         self.planned: Collection[str] | None = None
         self.waited: set[str] = set()
         self._memory = memory
+        self._device = device
 
     @property
     def is_limited(self) -> bool:
@@ -74,10 +77,8 @@ class WaitingRoom:
             self.planned = planned
             self.waited.clear()
 
-    def admits(self, of_segment: SegmentGradients, passing: int, more_comes: bool, device: DeviceRoom) -> bool:
+    def admits(self, of_segment: SegmentGradients, more_comes: bool) -> bool:
         """Tell whether a unit's first gradients wait on the device; with `more_comes` others will be added to them.
-
-        Gradients that go to the host pass through buffers, which take `passing` bytes of its memory.
 
         Raises:
             RuntimeError: Neither the host nor the device has room for them.
@@ -85,14 +86,14 @@ class WaitingRoom:
         name = of_segment.unit.name
         if self.planned is not None:
             waits = name in self.planned
-        elif of_segment.beside.any is not None:  # the gradients have their memory on the host
+        elif of_segment.beside.memory is not None:  # the gradients have their memory on the host
             waits = False
         else:
             nbytes = of_segment.sum_layout.nbytes if more_comes else of_segment.layout.nbytes
-            left_on_host = self.host_bytes - self._memory.nbytes_for("gradients") - passing
+            left_on_host = self.host_bytes - self._memory.nbytes_for("gradients") - self.landing_bytes
             waits = nbytes > left_on_host
             if waits:
-                left_on_device = device.left_for_gradients()
+                left_on_device = self._device.left_for_gradients()
                 if nbytes > left_on_device:
                     raise _no_room(name, nbytes, left_on_host, left_on_device)
         if waits:

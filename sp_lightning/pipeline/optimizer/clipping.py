@@ -24,6 +24,7 @@ from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.weights.segment import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -77,15 +78,13 @@ class _FoundGradients:
 
     def multiply_others(self, factor: Tensor) -> None:
         """Multiply the other gradients, wherever they are, by a factor on the host."""
-        devices = {other.gradient.device for other in self.others}
-        factors = {device: factor.to(device) for device in devices}
         for other in self.others:
-            other.gradient.mul_(factors[other.gradient.device])
+            other.gradient.mul_(factor)
 
 
 def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
     """Return the norm of all gradients, from those of each."""
-    with torch.inference_mode(False), torch.no_grad():
+    with untracked():
         measured = torch.stack([norm.measure(dtype) for norm in norms])
         total: Tensor = torch.linalg.vector_norm(measured)
         return total
@@ -94,7 +93,7 @@ def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
 def _find_factor(norms: Sequence[_Norm], max_norm: float, factor: Tensor) -> None:
     """Write the factor that clips gradients to a norm, from the norms of all."""
     total = _total(norms, factor.dtype)
-    with torch.inference_mode(False), torch.no_grad():
+    with untracked():
         torch.clamp(max_norm / (total + 1e-6), max=1.0, out=factor)
 
 
@@ -119,13 +118,12 @@ class Clipping:
         finally:
             self._stream.routes.measures_norms = False
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | Tensor) -> None:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_norm_` does.
 
         Gradients of parameters that do not stream are clipped at once. For these the host waits until all have landed.
         """
         parameters = list(parameters)
-        max_norm = float(max_norm)  # torch does so, too: otherwise the factor would be rounded
         with self._at_work:
             found_gradients = self._find_gradients(parameters)
             why_torch_clips = self._why_torch_clips(found_gradients)
@@ -135,16 +133,27 @@ class Clipping:
         _LOG.debug("Torch clips gradients, and so reads all of them: %s.", why_torch_clips)
         nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor | None:
-        """Return the norm of all gradients, for which the host waits; None if torch has to read them."""
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor | None:
+        """Clip gradients, and return their norm, for which the host waits.
+
+        Return None, and change nothing, if no weight streams, if torch has to read gradients, or if the norm is not
+        finite. From the first call on, each backward pass measures norms.
+        """
+        if not any(id(parameter) in self._weights for parameter in parameters):
+            return None
+        found_gradients = self._find_gradients(parameters)  # reads those of other models, as their users do
         with self._at_work:
-            found_gradients = self._find_gradients(parameters)
             if self._why_torch_clips(found_gradients) is not None:
                 return None
+            self._stream.routes.measures_norms = True
             self._stream.settle()
             dtype = found_gradients.ours[0].weight.dtype
             found_gradients.measure_here(dtype)
-            return _total(found_gradients.norms, dtype)
+            total = _total(found_gradients.norms, dtype)
+            if not total.isfinite():
+                return None
+            self._clip_norm(found_gradients, max_norm)
+            return total
 
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
@@ -179,7 +188,8 @@ class Clipping:
         by_segment = {gradient.of_segment: None for gradient in ours}
         landed = [of_segment.ticket for of_segment in by_segment if of_segment.ticket is not None]
         found_gradients.measure_here(dtype)
-        job = Job(partial(_find_factor, found_gradients.norms, max_norm, factor), landed)
+        # torch takes a tensor for a number, too: otherwise the factor would be rounded
+        job = Job(partial(_find_factor, found_gradients.norms, float(max_norm), factor), landed)
         ticket = self._backend.work(job)
         for gradient in ours:
             gradient.scale(factor)
@@ -210,7 +220,7 @@ class Clipping:
             return "a scaled norm rounds in another way than the norm of what is scaled"
         return None
 
-    def _find_gradients(self, parameters: Iterable[nn.Parameter]) -> _FoundGradients:
+    def _find_gradients(self, parameters: Iterable[Tensor]) -> _FoundGradients:
         """Find the gradients of parameters."""
         found_gradients = _FoundGradients()
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Who hears of optimizers' steps: torch's global hooks around `step()` of any optimizer, and what they tell.
+"""Torch's global hooks around `step()` of any optimizer, and `clip_grad_norm_`: what they tell, and whom.
 
 Where weights can be stepped unit by unit, torch's own `step()` runs with a *stand-in* for the optimizer, whose
 `param_groups` a listener may change (optimizers.py).
@@ -8,35 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
-from sp_lightning.pipeline.torch_private import stand_in_for
+from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.torch_private import replace_wrapped, stand_in_for
 
-
-class StepListener(Protocol):
-    """Hears of the steps of all optimizers."""
-
-    def before_closure(self) -> None:
-        """A closure is about to compute, in an optimizer's step."""
-
-    def before_step(self, optimizer: Optimizer, stand_in: Optimizer | None) -> None:
-        """An optimizer is about to step, or its `stand_in` in its place."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
-
-
-_listeners: list[StepListener] = []
+_listeners: list[Optimizers] = []
 _handles: list[RemovableHandle] = []
 
 
-def listen_to_optimizers(listener: StepListener) -> None:
+def listen_to_optimizers(listener: Optimizers) -> None:
     """Notify `listener` of every optimizer step."""
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -44,7 +32,7 @@ def listen_to_optimizers(listener: StepListener) -> None:
     _listeners.append(listener)
 
 
-def stop_listening(listener: StepListener) -> None:
+def stop_listening(listener: Optimizers) -> None:
     """Undo `listen_to_optimizers`."""
     if listener in _listeners:
         _listeners.remove(listener)
@@ -89,3 +77,20 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
     for listener in reversed(_listeners):
         listener.after_step(optimizer)
+
+
+def _clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
+) -> Any:
+    """Clip gradients as torch does; those of a model that streams while they are used, which reads none of them."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if norm_type == 2.0 and foreach is None:
+        for listener in _listeners:
+            total = listener.clipping.clip(listed, max_norm)
+            if total is not None:
+                return total
+    # an empty generator, which has no more to give, gets torch's warning
+    return _clip_by_torch(listed or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+_clip_by_torch = replace_wrapped(nn.utils.clip_grad_norm_, _clip_grad_norm_)

@@ -1,4 +1,4 @@
-"""Units that stay on the device with gradients and optimizer state: which may, how large their state is, moving them.
+"""Units that stay on the device with gradients and optimizer state: how these are moved there and back.
 
 While they stay, their weights are plain parameters, which torch's own code steps. Only gates know of their calls.
 
@@ -19,21 +19,15 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adadelta, Adagrad, Optimizer, Rprop
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.optim.on_device import bytes_of_step
 from sp_lightning.pipeline.host_memory import has_room_for
-from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.moving import HOST, copy_parameters, move_parameters, weights_on_accelerators
-from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.window.arrangement import Arrangement
-
-_TAKE_TWICE = (Adadelta, Adagrad, Rprop)
 
 
 def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -61,36 +55,6 @@ class States:
     def __init__(self, optimizers: Collection[Optimizer]) -> None:
         self.optimizers = optimizers
 
-    # ------------------------------------------------------------------------------------- what may live on the device
-
-    def may_live_on_device(self, parameters: Collection[nn.Parameter]) -> bool:
-        """Tell whether parameters may stay on the device: known optimizers step all trained ones, each by itself.
-
-        A parameter that no optimizer has stepped yet may not: its state would be made there, of unknown size. Any other
-        optimizer may look at several weights at once, so that all of its weights are on the host.
-        """
-        stepped: set[int] = set()
-        for optimizer in self.optimizers:
-            identities = set(map(id, parameters_of(optimizer)))
-            has_some = not identities.isdisjoint(map(id, parameters))
-            if has_some and why_not_by_unit(optimizer) is not None:
-                return False
-            stepped |= identities
-        return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
-
-    def may_visit(self, unit: Unit, fused: bool) -> bool:
-        """Tell whether a unit may be updated on the device: all optimizers step weights in one pass.
-
-        `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
-        """
-        for optimizer in self.optimizers:
-            passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
-            if why_not_by_unit(optimizer) or not all(one_pass.is_possible for one_pass in passes):
-                return False
-        return bool(self.optimizers) and any(weight.master.requires_grad for weight in unit.every_weight)
-
-    # -------------------------------------------------------------------------------------------------- how large it is
-
     def nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes that the state of parameters takes."""
         with without_torch_function():
@@ -99,31 +63,6 @@ class States:
         # Lists are made first, because the thread that steps may add state at the same time.
         leaves = tree_leaves([list(state.values()) for state in states])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-
-    def bytes_of_step(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of an accelerator that a step of parameters takes there meanwhile.
-
-        Torch's own code takes the bytes of the weights that it steps at once, or twice as many. Fused code, and code
-        that steps weights one by one, takes none.
-        """
-        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        nbytes = 0
-        for optimizer in self.optimizers:
-            times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
-            for group in optimizer.param_groups if type(optimizer) not in OURS else ():
-                if group.get("foreach", False) is not False and not group.get("fused"):
-                    stepped = [parameter for parameter in group["params"] if id(parameter) in trained]
-                    nbytes += times * sum(parameter.nbytes for parameter in stepped)
-        return nbytes
-
-    def bytes_of_piece(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes that our optimizers take there while they step one piece of parameters after the other."""
-        trained = {id(parameter): parameter.numel() for parameter in parameters if parameter.requires_grad}
-        ours = [optimizer for optimizer in self.optimizers if type(optimizer) in OURS]
-        stepped = {id(parameter) for optimizer in ours for parameter in parameters_of(optimizer)}
-        return bytes_of_step(sum(trained[identity] for identity in trained.keys() & stepped))
-
-    # -------------------------------------------------------------------------------------------------------- moving it
 
     def move(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
         """Move the state of parameters to a device."""

@@ -20,12 +20,12 @@ Masters are guarded (guard.py) while a step is under way: whoever touches one wa
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -59,9 +59,7 @@ class Optimizers:
         self._processes = processes
         self._overlaps = overlaps
         # The optimizers that have stepped weights of the module, with the hooks that we put on them.
-        self._known_optimizers: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known_optimizers: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self.states = States(self._known_optimizers)
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
         # What happens to the gradients that the next optimizer step uses.
@@ -69,8 +67,7 @@ class Optimizers:
         # Whether users may read gradients that a step has used even after the module is detached.
         self.shows_used_gradients = False
         # The weights of each optimizer.
-        self._weights_by_optimizer: weakref.WeakKeyDictionary[Optimizer, OptimizerWeights]
-        self._weights_by_optimizer = weakref.WeakKeyDictionary()
+        self._weights_by_optimizer: WeakKeyDictionary[Optimizer, OptimizerWeights] = WeakKeyDictionary()
         self._steps_by_unit = False  # whether units are stepped after the optimizer step under way
         # The step that began in backward, until its `step()` has been called.
         self._step_in_backward: EarlyStep | None = None
@@ -168,7 +165,7 @@ class Optimizers:
                 self._step_in_backward = None
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:
-                    gradient.is_used = True
+                    gradient.is_used = gradient.tensor is not None
                 self.shows_used_gradients = self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)

@@ -31,10 +31,10 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
-from sp_lightning.pipeline.optimizer.pieces import lay_together
+from sp_lightning.pipeline.optimizer.pieces import pack_state
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
-from sp_lightning.pipeline.torch_private import code_of_step, without_torch_function
+from sp_lightning.pipeline.torch_private import code_of_step, untracked
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped
 from sp_lightning.pipeline.weights.weight import Weight
@@ -104,7 +104,8 @@ class UnitSteps:
         updates: defaultdict[int, list[Update]] = defaultdict(list)
         arrivals: list[Ticket] = []  # the tickets of copies that bring gradients
         buffers: list[LandingBuffer] = []
-        late = self._bring_late(unit, inputs)
+        waits = any(of_segment.is_on_device for of_segment in by_segment)
+        late = self._bring_late(unit, inputs) if waits else None
         if late is not None:
             landed = {gradient: (tensor, inputs[gradient][1]) for gradient, tensor in late.landed.items()}
             inputs = {**inputs, **landed}
@@ -123,7 +124,7 @@ class UnitSteps:
                     tensor, state = inputs[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
                     updates[step.optimizer_weights.gradients[gradient]].append((work, gradient.factors))
-                    moved_bytes += 2 * weight.home.nbytes + tensor.nbytes
+                    moved_bytes += 2 * weight.engine_memory.nbytes + tensor.nbytes
         weights = {gradient.weight for gradient in inputs}
         generations = self._next_generations(unit, step.optimizer_weights)
         action = partial(_step_unit, unit, step, updates, weights, generations)
@@ -141,7 +142,7 @@ class UnitSteps:
                 tensors[gradient] = tensor
         if not tensors:
             return None
-        late = self.stream.routes.landing.land_late(unit.name, tensors)
+        late = LateGradients(unit.name, tensors, self.stream.routes.landing)
         self.window.stats.bytes_to_host += late.nbytes
         self.window.stats.late_gradients += 1
         return late
@@ -241,7 +242,7 @@ def _step_unit(
     generations: Sequence[_Generation],
 ) -> None:
     """Step these weights of a unit, by the numbers of param groups."""
-    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+    with untracked():
         for segment in unit.segments:
             segment.refresh_copies(weights)
         for number, group_updates in updates.items():
@@ -250,7 +251,7 @@ def _step_unit(
         for generation in generations:
             generation.publish()
         if unit.update.is_on_device:  # from the next step on: this one may have made the state
-            lay_together(unit, step.optimizer)
+            pack_state(unit, step.optimizer)
 
 
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.torch_private import untracked
 
 _NUMBERS_IN_ROW = 1024  # a fingerprint adds up the numbers of each row, and of each column
 
@@ -94,7 +94,7 @@ class Presence:
 
 def _fingerprint(memory: Tensor) -> Tensor:
     """Return sums of memory, as whole numbers, over rows and over columns: changes within a row show in columns."""
-    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+    with untracked():
         numbers = memory.view(torch.int32)
         count_in_rows = numbers.numel() // _NUMBERS_IN_ROW * _NUMBERS_IN_ROW
         rows = numbers[:count_in_rows].view(-1, _NUMBERS_IN_ROW)

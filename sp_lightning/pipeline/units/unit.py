@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.units.presence import Presence
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.segment import NOTHING, Segment
-from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Twin, Weight
+from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Life, Twin, Weight, become
 
 
 @dataclass
@@ -197,6 +196,7 @@ class Member:
 
         First, `prepare` gets each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
         """
+        entering: list[Twin] = []
         for entry in self.entries:
             twin, master = entry.weight.twin, entry.weight.master
             if twin.parameter.requires_grad != master.requires_grad:
@@ -205,33 +205,38 @@ class Member:
             if entry.parameters.get(entry.key) is master:
                 entry.has_leaf = True  # an interrupt may come before the next line
                 entry.parameters[entry.key] = twin.parameter
-                if entry.weight.leaf_count == 0 and entry.weight.leaf_departs:
-                    twin.parameter.__class__ = entry.weight.leaf_class
                 entry.weight.leaf_count += 1
+                if entry.weight.leaf_count == 1:
+                    entering.append(twin)
+        become(Life.IN_USE, entering)
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
             module._flat_weights = [present[id(weight)] for weight in weights]
 
     def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; what is neither a twin nor a master is the user's and stays."""
+        leaving: list[Twin] = []
         for entry in self.entries:
             weight = entry.weight
             if not entry.has_leaf or (weight.twin.unit.resident and not resident_too):
                 continue
             current = entry.parameters.get(entry.key)
-            if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.other_twins):
+            if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.twins_in_graphs):
                 entry.parameters[entry.key] = weight.master
             entry.has_leaf = False
             weight.leaf_count -= 1
-            if weight.leaf_count == 0 and weight.leaf_departs:
-                weight.twin.parameter.__class__ = DepartedLeaf
+            if weight.leaf_count == 0:
+                leaving.append(weight.twin)
+        become(Life.DEPARTED, leaving)
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 
     @contextmanager
     def computing_with(self, twins: Sequence[Twin]) -> Iterator[None]:
         """Have calls in the block compute with these twins, one for each entry, some of which others have replaced."""
-        replaced = [(entry, twin) for entry, twin in zip(self.entries, twins, strict=True) if twin.is_replaced]
+        replaced = [
+            (entry, twin) for entry, twin in zip(self.entries, twins, strict=True) if twin.life is Life.IN_GRAPHS
+        ]
         for entry, twin in replaced:
             entry.parameters[entry.key] = twin.parameter
         self.needed = list(dict.fromkeys([*self.needed, *(twin.unit for _, twin in replaced)]))

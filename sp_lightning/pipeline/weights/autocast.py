@@ -26,23 +26,24 @@ placed at once, and the modules that were called like this one follow it.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.operands import (
-    OF_THE_DTYPE,
+from sp_lightning.pipeline.graphs import Graphs
+from sp_lightning.pipeline.operations import (
+    Args,
+    Kwargs,
+    Meaning,
+    Operation,
     autocast_dtype,
     instances_in,
-    is_metadata,
-    name_of,
+    meaning_of,
     replace_instances,
 )
 from sp_lightning.pipeline.torch_private import (
@@ -51,9 +52,8 @@ from sp_lightning.pipeline.torch_private import (
     running_node,
     without_torch_function,
 )
-from sp_lightning.pipeline.weights.departed import OF_THE_LEAF
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become
 
 _CAST_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -77,31 +77,7 @@ _NAMES = (
     "rnn_relu_cell",
 )  # fmt: skip
 CASTING = {getattr(place, name) for place in (torch, Tensor, F) for name in _NAMES if hasattr(place, name)}
-_OF_THE_LEAF = {"grad", *OF_THE_LEAF}
-
-
-class Use(enum.Enum):
-    """What an operation asks of a weight that may be lowered."""
-
-    DTYPE = enum.auto()
-    """Its dtype, which is the master's."""
-    LEAF = enum.auto()
-    """What is true of the leaf, whatever its values: its shape, say."""
-    CAST = enum.auto()
-    """Its values, which autocast casts."""
-    VALUES = enum.auto()
-    """Its values in its own dtype."""
-
-
-@lru_cache(maxsize=1024)
-def use_of(func: Callable[..., Any]) -> Use:
-    """Return what an operation asks of a weight."""
-    name = name_of(func)
-    if name in OF_THE_DTYPE:
-        return Use.DTYPE
-    if name in _OF_THE_LEAF or is_metadata(name):
-        return Use.LEAF
-    return Use.CAST if func in CASTING else Use.VALUES
+_OF_THE_LEAF = (Meaning.DEVICE, Meaning.METADATA, Meaning.GRADIENT, Meaning.MEMORY)
 
 
 class Autocasts:
@@ -184,30 +160,17 @@ class Casts:
         """Release what is on the device."""
         self._probe = None
 
-    def note_cast(self, weight: Weight, builds_graph: bool, follow: Callable[[Twin], None]) -> nn.Parameter:
-        """Note that autocast casts a weight. If nothing else uses it, it is sent lowered from then on.
+    def note_as_is(self, weight: Weight) -> None:
+        """Note that a weight is used in its own dtype: from when weights are placed next, it is sent in that."""
+        self.used_as_is.add(id(weight.master))
 
-        Return the leaf to cast, which gets the gradients of this cast alone. If the twin's leaf has those of another
-        cast, this is the leaf of a new twin, which `follow` gets.
-        """
-        master, leaf = id(weight.master), weight.twin.parameter
-        if builds_graph or not weight.master.requires_grad:
-            self.has_news |= master not in self.lowered and master not in self.used_as_is
-            self.lowered.add(master)
-        if not builds_graph:
-            return leaf
-        cast = self._cast_in_cache(weight.twin.data.device)
-        if weight.casts and cast not in weight.casts:
-            self.used_as_is.add(master)
-            if weight.lowered:
-                self.has_news = True
-                twin = weight.twin_class(weight, weight.twin.unit, weight.twin.data)
-                weight.other_twins.append(twin)
-                follow(twin)
-                leaf = twin.parameter
-        return weight.casts.setdefault(cast, leaf)
+    def note_cast(self, weight: Weight) -> None:
+        """Note that autocast casts a weight. If nothing else uses it, it is sent lowered from then on."""
+        master = id(weight.master)
+        self.has_news |= master not in self.lowered and master not in self.used_as_is
+        self.lowered.add(master)
 
-    def _cast_in_cache(self, device: torch.device) -> object:
+    def cast_in_cache(self, device: torch.device) -> object:
         """Return an object that is the same for as long as autocast's cache has one cast of each weight.
 
         Without the cache each cast is another. With it, a cast stays until autocast's outermost scope ends, and nothing
@@ -231,6 +194,61 @@ def weights_of_cast_layers(module: nn.Module) -> set[int]:
     return {identity for identity in identities if owners[identity] == 1}
 
 
+class WeightsOnDevice(Protocol):
+    """Brings weights for uses that the engine has not expected (calls/guard.py)."""
+
+    def serve(self, weight: Weight) -> nn.Parameter:
+        """Return the weight on the device in its own dtype, which may take memory until weights are placed next."""
+
+    def bring(self, twin: Twin) -> None:
+        """Have a twin that is not in the module tree collect gradients, and bring its unit."""
+
+
+class Lowering:
+    """Decides, for each use of a weight that autocast may lower, which leaf that use gets."""
+
+    def __init__(self, casts: Casts, graphs: Graphs, device: WeightsOnDevice) -> None:
+        self._casts = casts
+        self._graphs = graphs
+        self._device = device
+
+    def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
+        """Note that a weight is used in its own dtype, and return what has that: the leaf, unless it is lowered."""
+        self._casts.note_as_is(weight)
+        if leaf.dtype is not weight.dtype:
+            return self._device.serve(weight)
+        if not (weight.lowered or weight.twins_in_graphs):  # no graph has a cast of lowered values: nobody has to watch
+            weight.twin.stop_watching()
+        return leaf
+
+    def to_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
+        """Note that autocast casts a weight, and return the leaf to cast, which gets the gradients of this cast alone.
+
+        If the twin's leaf has those of another cast, this is the leaf of a new twin.
+        """
+        casts, graphs, twin = self._casts, self._graphs, weight.twin
+        if builds_graph or not weight.master.requires_grad:
+            casts.note_cast(weight)
+        if not builds_graph:
+            return twin.parameter
+        if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
+            weight.casts = {}  # no backward adds the gradients of earlier casts to those of this one
+        weight.cast_in = graphs.current.number
+        cast = casts.cast_in_cache(twin.data.device)
+        if weight.casts and cast not in weight.casts:
+            casts.note_as_is(weight)
+            if weight.lowered:
+                casts.has_news = True
+                twin = weight.twin_class(weight, twin.unit, twin.data)
+                become(Life.IN_GRAPHS, [twin])
+                weight.twins_in_graphs.append(twin)
+        twin = weight.casts.setdefault(cast, twin)
+        # Autocast used the lowered values before the weight was used in its own dtype, and still does.
+        if twin is not weight.twin:
+            self._device.bring(twin)
+        return twin.parameter
+
+
 class LoweredParameter(EagerLeaf):
     """The leaf of a weight that is sent lowered, or in its own dtype as long as it is only watched."""
 
@@ -246,16 +264,16 @@ class LoweredParameter(EagerLeaf):
 
     def _as_is(self) -> nn.Parameter:
         """Return the weight in its own dtype, which is this leaf if it is only watched."""
-        guard = self.weight.guard
-        return self if guard is None else guard.as_is(self.weight, self)
+        lowering = self.weight.lowering
+        return self if lowering is None else lowering.as_is(self.weight, self)
 
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Operation,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Run an operation with the lower values if that is right, else with the weight as it is."""
         kwargs = kwargs or {}
@@ -264,16 +282,16 @@ class LoweredParameter(EagerLeaf):
             args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.weight.master)
             return func(*args, **kwargs)
         with without_torch_function():
-            use = use_of(func)
-            if use is Use.DTYPE:
+            meaning = meaning_of(func)
+            if meaning is Meaning.DTYPE:
                 return func(args[0].weight.master)
             # A dispatch mode passes on operations of backward.
             backward_does_it = isinstance(func, OpOverload) and in_backward()
-            if use is Use.LEAF or backward_does_it:
+            if meaning in _OF_THE_LEAF or backward_does_it:
                 return func(*args, **kwargs)
             # Autocast leaves operations with `out` alone.
-            is_casting = use is Use.CAST and "out" not in kwargs
-            leaves = list(instances_in((args, kwargs), cls))
+            is_casting = func in CASTING and "out" not in kwargs
+            leaves = instances_in((args, kwargs), cls)
             operands = {id(leaf): leaf._to_cast() if is_casting else leaf._as_is() for leaf in leaves}
             has_others = not set(types) <= {cls, Tensor}  # masters of another model, say
             if not has_others and all(operands[id(leaf)] is leaf for leaf in leaves):
@@ -290,14 +308,14 @@ class LoweredParameter(EagerLeaf):
 
         A second forward in backward, which saves tensors, casts as the first did. Reentrant checkpoints build graphs.
         """
-        weight, guard = self.weight, self.weight.guard
+        weight, lowering = self.weight, self.weight.lowering
         dtype = autocast_dtype(self.device.type)
-        if guard is None or dtype is None or (weight.lowered and dtype is not self.dtype):
+        if lowering is None or dtype is None or (weight.lowered and dtype is not self.dtype):
             return self._as_is()
         if in_backward() and type(running_node()).__name__ != "CheckpointFunctionBackward":
             return self
         builds_graph = self.requires_grad and torch.is_grad_enabled()
-        return guard.note_cast(weight, builds_graph)
+        return lowering.to_cast(weight, builds_graph)
 
 
 explain_graph_break(

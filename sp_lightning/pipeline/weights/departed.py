@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.pipeline.operands import is_metadata, name_of, replace_instances
+from sp_lightning.pipeline.operations import ABOUT, Args, Kwargs, Meaning, Operation, meaning_of, replace_instances
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.leaf import EagerLeaf
-
-OF_THE_LEAF = {"_version", "untyped_storage"}
-"""What is asked of a leaf's own memory, besides metadata."""
 
 
 class DepartedLeaf(EagerLeaf):
@@ -39,15 +36,14 @@ class DepartedLeaf(EagerLeaf):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Operation,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Run an operation with the master in place of the leaf."""
         kwargs = kwargs or {}
-        name = name_of(func)
-        if is_metadata(name) or name in OF_THE_LEAF:
+        if meaning_of(func) in (*ABOUT, Meaning.MEMORY):
             with without_torch_function():
                 return func(*args, **kwargs)
         args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.weight.master)

@@ -7,6 +7,8 @@ twins take the masters' places in the module tree, so the graph is built on the 
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,11 +54,28 @@ def outdated_graph_error(what: str) -> RuntimeError:
     )
 
 
+class Life(enum.Enum):
+    """What a twin's leaf is to the program, which may keep it; `become` alone changes it.
+
+    DEPARTED <---> IN_USE ----> IN_GRAPHS
+    """
+
+    DEPARTED = enum.auto()
+    """It stands for the master: no module has it now ([Note: one weight, two Parameters] in leaf.py)."""
+    IN_USE = enum.auto()
+    """It is the weight: a module has it, or an operation of this step was given it."""
+    IN_GRAPHS = enum.auto()
+    """Another leaf is the weight. This one has its place in graphs, and in second forwards."""
+
+
 class Twin:
     """A weight on the device: tensors over a unit's place, which does not change until weights are placed again."""
 
+    changes_class = True  # whether the class of its leaf tells what that is to the program
+
     def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
+        self.life = Life.DEPARTED
         with torch.inference_mode(False):
             self.parameter = self._make_leaf(data)  # the leaf that graphs are built on
         # The hook that collects gradients of the leaf, once it requires one.
@@ -79,18 +98,18 @@ class Twin:
         self.data = data  # the values as a tensor outside of autograd
         self.key = storage_key(data)  # the identity of the memory
         with torch.inference_mode(False), without_torch_function():
-            self._lay_leaf()
+            self._point_leaf()
         self.note_unchanged()
 
-    def _lay_leaf(self) -> None:
+    def _point_leaf(self) -> None:
         # The leaf's own setter is passed by: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
-        self.parameter.__class__ = self.weight.leaf_class if self.weight.leaf_count else DepartedLeaf
+        become(Life.IN_USE if self.weight.leaf_count else Life.DEPARTED, [self])
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether another twin has replaced it, because its weight is no longer lowered."""
-        return self in self.weight.other_twins
+    def stop_watching(self) -> None:
+        """Have the leaf tell nothing of its uses any more."""
+        self.weight.leaf_class = EagerLeaf
+        become(self.life, [self])
 
     def version(self) -> int:
         """Return a version that grows with every change of the weight, on the host or by a forward.
@@ -123,13 +142,22 @@ class Twin:
                 Tensor.register_hook(self.parameter, refuse)  # type: ignore[no-untyped-call]
 
 
-class WeightGuard(Protocol):
-    """Decides what follows from how a weight is used under autocast (calls/guard.py)."""
+def become(life: Life, twins: Iterable[Twin]) -> None:
+    """Set what the leaves of twins are to the program from now on; those of quantized weights keep their class."""
+    for twin in twins:
+        assert twin.life is not Life.IN_GRAPHS, twin.weight.name
+        twin.life = life
+        if twin.changes_class:
+            twin.parameter.__class__ = DepartedLeaf if life is Life.DEPARTED else twin.weight.leaf_class
+
+
+class UsesUnderAutocast(Protocol):
+    """Decides which leaf a use of a weight gets that autocast may lower (autocast.py)."""
 
     def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
         """Note that a weight is used in its own dtype, and return a leaf in that dtype."""
 
-    def note_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
+    def to_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
         """Note that autocast casts a weight, and return the leaf to cast."""
 
 
@@ -139,25 +167,23 @@ class Weight:
     unit: Unit
     twin: Twin
     twin_class = Twin
-    # Whether its leaf stands for the master while no module has it ([Note: one weight, two Parameters] in leaf.py).
-    leaf_departs = True
 
     def __init__(self, name: str, master: nn.Parameter) -> None:
         self.name = name
         self.master = master
         # The master's memory as a plain tensor, and the engine's memory for it. They differ after `p.data = ...`.
-        self.host = self.home = master.data
+        self.current_memory = self.engine_memory = master.data
         self._address = 0  # the address of `host` when the master was last located
         self.layout: Tensor = master  # a tensor with the weight's shape and strides in memory
         self.dtype = master.dtype
         # The weight is sent in this dtype, and its gradients come in it: its own dtype, or autocast's.
         self.compute_dtype = master.dtype
         self.leaf_class: type[TwinParameter] = EagerLeaf
-        # For each cast in graphs that may have a backward, the leaf that gets the gradients of that cast.
-        self.casts: dict[object, nn.Parameter] = {}
+        # For each cast in graphs that may have a backward, the twin whose leaf gets the gradients of that cast.
+        self.casts: dict[object, Twin] = {}
         self.cast_in = 0  # the number of the graph with the last cast
-        # The guard intercepts access to the master from outside of the engine; None when detached.
-        self.guard: WeightGuard | None = None
+        # Sees uses under autocast; None when nobody guards the master.
+        self.lowering: UsesUnderAutocast | None = None
         # Whether the engine has dropped the gradient after an optimizer's step has used it, and nobody has zeroed it.
         self.has_used_gradient = False
         self.replacements = 0  # how often the master was found in other memory
@@ -168,8 +194,8 @@ class Weight:
         # Whether the master is on the device, and has left host memory.
         self.stays_on_device = False
         self.leaf_count = 0  # how many entries of the module tree hold a leaf of the weight now
-        # Other twins whose leaves are in graphs: the lowered one that was replaced, and one for each other cast.
-        self.other_twins: list[Twin] = []
+        # The twins that graphs alone have: the lowered one that was replaced, and one for each other cast.
+        self.twins_in_graphs: list[Twin] = []
 
     @property
     def nbytes(self) -> int:
@@ -198,12 +224,12 @@ class Weight:
         example, it stays there, and is sent from there.
         """
         if address not in (None, self.master.data_ptr()) and not self.stays_on_device:
-            self.home = host
+            self.engine_memory = host
             return
         if not is_filled:
             host.copy_(self.master.data)
         self.master.data = host
-        self.host = self.home = host
+        self.current_memory = self.engine_memory = host
         self._address = host.data_ptr()
 
     def write_to_master(self, arrived: Tensor) -> None:
@@ -214,13 +240,13 @@ class Weight:
         """Release the place on the device in a unit, and the other twins that graphs have."""
         data = self.twin.data
         self.twin.set_place(unit, torch.empty(0, dtype=data.dtype, device=data.device))
-        for twin in self.other_twins:
+        for twin in self.twins_in_graphs:
             twin.refuse_gradients()
-        self.other_twins.clear()
+        self.twins_in_graphs.clear()
 
     def leave_host(self) -> None:
         """Release host memory: the weight stays on the device, or nothing streams it any more."""
-        self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
+        self.current_memory = self.engine_memory = torch.empty(0, dtype=self.dtype, device="cpu")
         self.stays_on_device = True
         self.has_used_gradient = False  # its `.grad` is the user's from now on
         self.casts = {}  # their nodes hold device memory
@@ -233,15 +259,16 @@ class Weight:
         address = self.master.data_ptr()
         if address != self._address:
             if self.is_converted:
+                before = self.engine_memory
                 raise RuntimeError(
-                    f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and "
+                    f"Weight {self.name!r} was {before.dtype} of shape {list(before.shape)} and "
                     f"is {self.master.dtype} of shape {list(self.master.shape)} now, while a graph "
                     "waits for its backward or before an optimizer's step. Convert the module "
                     "between steps."
                 )
             self._address = address
-            is_at_home = address == self.home.data_ptr()
-            self.host = self.home if is_at_home else self.master.data
+            is_in_place = address == self.engine_memory.data_ptr()
+            self.current_memory = self.engine_memory if is_in_place else self.master.data
             self.replacements += 1
         return self.master._version + self.replacements
 
@@ -251,9 +278,9 @@ class Weight:
 
         `torch.utils.swap_tensors` changes its class, too, even if it looks the same.
         """
-        if self.guard is not None and type(self.master) is nn.Parameter:
+        if self.lowering is not None and type(self.master) is nn.Parameter:
             return True
-        return self.master.data_ptr() != self._address and form_of(self.master) != form_of(self.home)
+        return self.master.data_ptr() != self._address and form_of(self.master) != form_of(self.engine_memory)
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:

@@ -21,10 +21,10 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import is_compiled
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.autocast import Autocasts, Casts, LoweredParameter
+from sp_lightning.pipeline.weights.autocast import Autocasts, Casts
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment, sent_together
-from sp_lightning.pipeline.weights.weight import Twin, Weight
+from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become
 from sp_lightning.pipeline.window.places import WindowPlan, choose_device_layout, room_for_gradients
 
 
@@ -304,8 +304,8 @@ class Arrangement:
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:
             # Second forwards still compute with the lowered twin, though no module has it now.
-            weight.twin.parameter.__class__ = LoweredParameter
-            weight.other_twins.append(weight.twin)
+            become(Life.IN_GRAPHS, [weight.twin])
+            weight.twins_in_graphs.append(weight.twin)
             # The new twin is not made over its place: a leaf counts writes to the tensor that it is made of.
             weight.twin = weight.twin_class(weight, unit, self._backend.allocate(0).view(weight.dtype))
         else:  # handles keep the twin that lies in its unit
@@ -339,7 +339,7 @@ class Arrangement:
             segment.copies.clear()
         for weight in self.every_weight:
             weight.leave_host()
-            for twin in (weight.twin, *weight.other_twins):
+            for twin in (weight.twin, *weight.twins_in_graphs):
                 twin.refuse_gradients()
         self.learned.casts.leave_device()
         if not any(unit.readers.handles for unit in self.in_window):  # otherwise a graph holds weights

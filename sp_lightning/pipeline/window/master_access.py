@@ -26,7 +26,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import without_torch_function
+from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import as_bytes
@@ -53,6 +53,8 @@ class MasterAccess:
         if not work.done:
             self.stats.optimizer_waits += 1
         try:
+            if unit.update.to_begin is not None:
+                unit.update.to_begin.begin(in_place=False)
             self.backend.trace.join(work, "optimizer")
         finally:
             if work.done:  # an interrupt may have ended the wait
@@ -119,13 +121,13 @@ class MasterAccess:
     def _write_to_master(self, weight: Weight) -> bool:
         """Copy a weight to its master, and tell whether that has changed."""
         twin = weight.twin
-        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
+        with untracked():
+            arrived = torch.empty_like(weight.current_memory, dtype=weight.compute_dtype)
             self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
             self.finish_optimizer(weight.unit)
             self.stats.host_syncs += 1
             # A write may leave the values as they were: clamping often does.
-            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):
+            if torch.equal(as_bytes(arrived), as_bytes(weight.current_memory.to(arrived.dtype))):
                 twin.note_unchanged()
                 return False
             assert not weight.lowered, "what writes to a weight gets it as it is"

@@ -234,7 +234,7 @@ def test_a_visit_that_fails_raises(begins: bool, delay: float, monkeypatch: pyte
             optimizer.step()
 
     step(model, optimizer)
-    monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "lie_in", fail)
+    monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "assign_buffer", fail)
     with pytest.raises(RuntimeError, match="no memory for pieces"):
         step(model, optimizer, times=2)  # if copies are late, the second one raises
     if begins:

@@ -1,4 +1,4 @@
-"""The graphs that wait for their backward: their nodes, the calls that made them, and what stands for weights in them.
+"""The nodes of graphs: those that announce a backward to the calls that made them, and those that stand for weights.
 
 [Note: what nodes hold]
 A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold, so
@@ -24,58 +24,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from sp_lightning.pipeline.activations.offload import Bundle
-from sp_lightning.pipeline.operands import run_hooks
+from sp_lightning.pipeline.graphs import Graph
+from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.torch_private import tensor_hooks, without_torch_function
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 GRADIENT: Any = Tensor.grad  # a leaf's own, where its class answers with its master's
-
-
-class Graph:
-    """Stands for the graph of one step, and exists for as long as autograd holds nodes of it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.is_built = False  # whether a call has made nodes of it
-        self.done = False  # whether a backward has run through it
-        self.outdated = False  # whether weights have got other places since
-
-
-class Graphs:
-    """The graphs that may still need weights in the places where these were when the graphs were built."""
-
-    def __init__(self) -> None:
-        self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self.current = Graph(0)  # the graph that is being built
-        self.calls = 0  # how many calls of units have begun
-        # Whether weights were used outside of units since the last scope or backward.
-        self.has_served = False
-        self.scopes = 0  # the number of nested scopes of the step under way
-
-    def begin_graph(self) -> None:
-        """Begin the graph of a new step; who holds nodes of the last graph may still run backward through it."""
-        self._earlier.add(self.current)
-        self.current = Graph(self.current.number + 1)
-
-    def count_call(self) -> int:
-        """Count a call of a unit that begins, and return its number."""
-        self.calls += 1
-        return self.calls
-
-    def outdate_all(self) -> None:
-        """Note that weights have left the places in which graphs need them."""
-        self.begin_graph()
-        for graph in self._earlier:
-            graph.outdated = True
-
-    def earlier_waiting(self) -> bool:
-        """Tell whether a graph of an earlier step still waits for its backward."""
-        return any(not graph.done for graph in self._earlier)
-
-    def waiting(self) -> bool:
-        """Tell whether a graph may still wait for its backward, which may come in the next scope."""
-        return self.has_served or self.earlier_waiting()
 
 
 def nodes_of(outputs: list[Tensor]) -> list[Node]:
@@ -106,7 +61,7 @@ def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since:
 def edges_of(weight: Weight) -> list[Any]:
     """Return a weight's edges in graphs; leaves may have a class of their own, so they would not do."""
     with without_torch_function():
-        leaves = [twin.parameter for twin in (weight.twin, *weight.other_twins) if twin.parameter.requires_grad]
+        leaves = [twin.parameter for twin in (weight.twin, *weight.twins_in_graphs) if twin.parameter.requires_grad]
         if weight.master.requires_grad and leaves:
             return list(map(get_gradient_edge, leaves))
         # No graph has the weight.
