@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from typing_extensions import override
 
+from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Engine, Planner, WindowPlan, available_host_memory
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
@@ -107,6 +108,8 @@ class AutoPlanner(Planner):
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, what takes least."""
         options, budget = engine.options, engine.device_budget.nbytes
+        if options.optimizer_on == "auto":
+            _compile_updates(engine)
         machine = machine_of(engine, measured.recording, self._machine)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
@@ -145,6 +148,14 @@ class AutoPlanner(Planner):
         if self._tell is not None:
             self._tell(plan)
         return plan
+
+
+def _compile_updates(engine: Engine) -> None:
+    """Compile what updates units on the device, between steps, and learn whether that can be done."""
+    with torch.inference_mode(False), torch.no_grad():
+        for optimizer in engine.optimizers.states.optimizers:
+            if isinstance(optimizer, AdamW):
+                optimizer.compile_updates(engine.device)
 
 
 def _as_measured(engine: Engine, workload: Workload) -> Choice:

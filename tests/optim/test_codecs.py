@@ -56,13 +56,17 @@ def test_split_keeps_every_bit(moments):
         assert torch.equal(weight.view(torch.int16), rounded)
 
 
+def uniform(rows: Tensor) -> Tensor:
+    return torch.rand(rows.shape) - 1
+
+
 def packed(value: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Pack a moment; its codes, scales, and what it is then."""
     moment, scales = torch.zeros(value.shape, dtype=codes), torch.zeros(-(-value.numel() // GROUP))
     back = torch.zeros(value.shape)
     for begin, end in whole_and_rest(value.numel()):
         part, groups = slice(begin, end), groups_in(begin, end)
-        pack(moment[part], scales[groups], value[part].clone(), 0, [(begin, value[part].numel())])
+        pack(moment[part], scales[groups], value[part].clone(), uniform)
         back[part] = unpack(moment[part], scales[groups])
     return moment, scales, back
 
@@ -107,7 +111,7 @@ def test_nothing_is_never_the_largest_code(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
     codes, scales, values = torch.zeros(GROUP, dtype=torch.uint8), torch.zeros(1), torch.zeros(GROUP)
     values[-1] = 1.0
-    pack(codes, scales, values, 0, [(0, values.numel())])
+    pack(codes, scales, values, uniform)
     assert codes[0] == 0
 
 
