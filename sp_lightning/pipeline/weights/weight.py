@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
@@ -166,6 +166,43 @@ def become(life: Life, twins: Iterable[Twin]) -> None:
         twin.life = life
         if twin.changes_class:
             twin.parameter.__class__ = DepartedLeaf if life is Life.DEPARTED else twin.weight.leaf_class
+
+
+class Handle:
+    """What autograd saves in place of a weight, or of a view of one: an alias of its fixed place.
+
+    The place may be given to another unit between forward and backward. So backward unpacks a handle, makes sure that
+    the weight is on the device, and reads it there (activations/saved.py).
+
+    Attributes:
+        alias: The tensor over the place.
+        key: The identity of the place.
+    """
+
+    __slots__ = ("_readers", "_twin", "_version", "alias", "key")
+
+    def __init__(self, twin: Twin, tensor: Tensor) -> None:
+        self.key = twin.key
+        self._twin = twin
+        with without_torch_function():
+            self.alias = tensor.detach() if contains_others(tensor) else tensor
+            self._version = twin.version()
+        self._readers = twin.unit.readers
+        self._readers.handles += 1
+
+    @property
+    def name(self) -> str:
+        """What errors call the weight."""
+        return f"weight {self._twin.weight.name!r}"
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weight has changed since it was saved."""
+        with without_torch_function():
+            return self._twin.version() != self._version
+
+    def __del__(self) -> None:
+        self._readers.handles -= 1
 
 
 class UsesUnderAutocast(Protocol):
