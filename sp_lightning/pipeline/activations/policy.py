@@ -175,14 +175,12 @@ class LastCall:
         """Have what the waiting call saved be dropped, if backward does not begin with it."""
         self._to_drop = ref(call)
 
-    def is_of(self, bundle: Bundle) -> bool:
-        """Tell whether this call waits."""
-        return self._bundle is bundle
-
-    def keep(self) -> None:
-        """Keep what the waiting call has saved: backward begins with it."""
-        assert self._bundle is not None
-        self._bundle = self._to_drop = None
+    def reach(self, bundle: Bundle) -> None:
+        """Keep what the waiting call has saved if backward has reached that; otherwise let go of it."""
+        if self._bundle is bundle:
+            self._bundle = self._to_drop = None
+        else:
+            self.let_go()
 
     def let_go(self) -> None:
         """Drop or send what the waiting call has saved, if there is one: something else comes."""
@@ -320,10 +318,7 @@ class Activations:
         self._phase = Phase.BACKWARD
         if bundle is None:
             return
-        if self._last_call.is_of(bundle):
-            self._last_call.keep()
-        else:
-            self._last_call.let_go()
+        self._last_call.reach(bundle)
         self._offloader.reach(bundle)
 
     def end_backward(self) -> None:

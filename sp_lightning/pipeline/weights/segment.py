@@ -324,7 +324,8 @@ def norm_dtype_of(weights: Iterable[Weight]) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= MEASURED else None
 
 
-def gradient_bytes(weights: Iterable[Weight]) -> int:
-    """Return the bytes of the gradients of a unit's weights as they are sent to the host, and of their norms."""
+def gradient_bytes(weights: Iterable[Weight], are_sums: bool = False) -> int:
+    """Return the bytes of the gradients of a unit's weights as they are sent to the host, or of sums, and of norms."""
     trained = [weight for weight in weights if weight.master.requires_grad]
-    return GradientLayout(trained, [weight.compute_dtype for weight in trained]).nbytes
+    dtypes = [weight.dtype if are_sums else weight.compute_dtype for weight in trained]
+    return GradientLayout(trained, dtypes).nbytes
