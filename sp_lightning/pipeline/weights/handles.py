@@ -1,7 +1,7 @@
-"""Handles: what autograd saves in place of a weight, or of a view of one.
+"""Handles: autograd saves one in place of a weight, or of a view of one.
 
-A place may be given to another unit between forward and backward. So backward unpacks a handle, makes sure that the
-weight is on the device, and reads it there (activations/saved.py).
+The engine may give a place to another unit between forward and backward. So backward unpacks a handle, makes sure that
+the weight is on the device, and reads it there (activations/saved.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Handle:
 
     @property
     def name(self) -> str:
-        """What errors call the weight."""
+        """The weight's name in errors."""
         return f"weight {self._twin.weight.name!r}"
 
     @property
