@@ -1,4 +1,4 @@
-"""What the strategies of the Trainer and of Fabric have in common: their names in Lightning, and their arguments."""
+"""The common part of the strategies of the Trainer and of Fabric: their names in Lightning, and their arguments."""
 
 from __future__ import annotations
 

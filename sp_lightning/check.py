@@ -45,11 +45,11 @@ class _Placed(Planner):
 
 
 class _Trained(NamedTuple):
-    """What a run has brought, in CPU memory."""
+    """The results of a run, in CPU memory."""
 
     first: Sequence[Tensor]  # the loss and the gradients of the first step
     weights: Sequence[Tensor]
-    words: str  # what it took
+    words: str  # its costs
     placed: int = 0  # GPU updates, and units that stay on the GPU
 
 

@@ -47,9 +47,9 @@ else:
 
 
 class AttachedModel(nn.Module):
-    """What Fabric calls in place of a model, as it would call DDP's wrapper; it has the model's weights and children.
+    """The module that Fabric calls in place of a model, like DDP's wrapper; it has the model's weights and children.
 
-    Nothing else holds it than what `fabric.setup` returns; when that goes, the model is a plain one on the CPU again.
+    Only the result of `fabric.setup` holds it; when that is freed, the model is a plain one on the CPU again.
     """
 
     def __init__(self, pipeline: Pipeline, meetings: Meetings) -> None:

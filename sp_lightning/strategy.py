@@ -261,8 +261,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             if self._layer_sync is not None and trainer is not None and is_fitting(trainer):
                 assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)
-            # It moves metrics, and what a failed attempt to attach left behind. What is still on the meta device cannot
-            # move: `setup` has raised because of it.
+            # It moves metrics, and tensors that a failed attempt to attach left behind. A tensor that is still on the
+            # meta device cannot move: `setup` has raised because of it.
             with suppress(NotImplementedError), self._state_stays_without_room():
                 super().teardown()
 

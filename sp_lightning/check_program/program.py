@@ -30,8 +30,8 @@ def check_program(arguments: Sequence[str], device: torch.device, steps: int) ->
     """Print a line for each way, and one to paste into an issue; tell whether all have the numbers of plain training.
 
     Args:
-        arguments: What describes the program, as for `sp-lightning fit`.
-        device: Where to compute.
+        arguments: The arguments that describe the program, as for `sp-lightning fit`.
+        device: The device to compute on.
         steps: Number of optimizer steps.
 
     Raises:

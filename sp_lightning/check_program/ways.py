@@ -58,7 +58,7 @@ def all_ways(options: PipelineOptions, budget: int) -> Iterator[Way]:
     """Yield the ways to stream a model, with all other options as the user has set them.
 
     Args:
-        options: What the user has set.
+        options: The user's options.
         budget: Device memory for the planner, which measures only if there is a limit.
     """
     window = options.k_prime  # as few units at once as there may be
