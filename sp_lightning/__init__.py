@@ -114,7 +114,7 @@ class _RegisteringFinder(MetaPathFinder):
         """Find a namespace where others do."""
         if fullname not in _ADAPTORS:
             return None
-        # Python, too, passes over finders of the old protocol, which have no `find_spec`
+        # Python, too, ignores finders of the old protocol, which have no `find_spec`
         others = [other for other in sys.meta_path if other is not self and hasattr(other, "find_spec")]
         found = (other.find_spec(fullname, path, target) for other in others)
         spec = next(filter(None, found), None)
@@ -149,7 +149,7 @@ for _package in _ADAPTORS:
 
 
 def __dir__() -> list[str]:
-    """List all names, of which `__getattr__` imports some on demand, for completion."""
+    """List all names for completion; `__getattr__` imports some of them on demand."""
     return sorted({*globals(), *__all__})
 
 

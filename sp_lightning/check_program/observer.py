@@ -78,7 +78,7 @@ class Trace:
     digests: dict[Label, str] = field(default_factory=dict)
     values: dict[Label, Tensor | None] = field(default_factory=dict)  # those that were asked for
     steps: int = 0
-    weight_bytes: int = 0  # of all weights, with what may be left free between them
+    weight_bytes: int = 0  # of all weights, with the gaps that may be between them
     counts: Counts | None = None  # counts of the engine's work; None in plain training
 
     def leave_out(self, names: Collection[str]) -> None:
@@ -92,13 +92,13 @@ HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end
 
 
 class Observer:
-    """The hooks of a callback that write down what a run shows.
+    """The hooks of a callback that write down the numbers of a run.
 
     They belong to this package, so that the strategy does not take them for a user's hooks that read gradients.
 
     Args:
         look: How closely to look.
-        keep: The labels whose values are kept beside their digests.
+        keep: The labels whose values are kept in addition to their digests.
     """
 
     def __init__(self, look: Look, keep: Collection[Label] = ()) -> None:
@@ -139,7 +139,7 @@ class Observer:
                 self._note_weights(module, f"after step {self.trace.steps}")
 
     def on_train_end(self, trainer: Any, module: nn.Module) -> None:
-        """Note the last weights, and what the engine did."""
+        """Note the last weights, and the counts of the engine's work."""
         self._note_weights(module, "at the end")
         for name, value in trainer.callback_metrics.items():
             self._note_all(f"the metric {name}", "", value, must_repeat=False)

@@ -160,7 +160,7 @@ def kernel_of(kind: Kind) -> Any:
             _step_block(kind, rule, scaling, memory, size, start == tail, key)
 
     kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_on_disk(step, *kind))
-    if not kernel.cache_hits:  # a warning: nothing less is shown where nobody has set up logging
+    if not kernel.cache_hits:  # a warning: nothing less is shown unless logging was set up
         _LOG.warning("sp_lightning.optim has compiled a kernel, once on this machine: AdamW or Adam, %s", kind)
     return kernel
 

@@ -81,7 +81,7 @@ class Meter:
         self._by_memory: WeakValueDictionary[int, Charge] = WeakValueDictionary()
         self._before = 0  # bytes that were held as the stretch began
         self._peak = 0  # the most bytes that were held since
-        # bytes that are allocated whatever is computed; None if the device does not tell
+        # bytes that are allocated in any case; None if the device does not tell
         self._baseline: int | None = None
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:

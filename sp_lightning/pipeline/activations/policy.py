@@ -1,7 +1,7 @@
 """The one place that decides, for each call of a unit, what happens to the tensors that autograd saves.
 
 They are kept, or dropped and recomputed (recompute.py), or offloaded to the host (offload.py). The numbers are the same
-whatever is chosen.
+with any choice.
 
 [Note: auto]
 Under `"auto"` a planner chooses one of these for each unit, between steps. It cannot be known in advance whether a

@@ -4,7 +4,7 @@ Factories such as `torch.tensor(weight)` take any object, `nn.Parameter(weight)`
 custom autograd Functions take all arguments as they are. They are changed once in a process, when the engine is first
 imported, and do what they did for everything but our own classes.
 
-`torch.compile` has to look into this file, as it meets these functions in the code of users.
+`torch.compile` has to look into this file, as it meets these functions in user code.
 """
 
 from __future__ import annotations
