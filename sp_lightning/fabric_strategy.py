@@ -89,7 +89,7 @@ _given_up: list[Pipeline] = []  # of models that were dropped
 
 
 def _give_back(pipeline: Pipeline, thread: int) -> None:
-    """Give a model back; if Python's collector runs in a thread of the engine, later: detaching waits for that thread."""
+    """Give a model back; later, if Python's collector runs in a thread of the engine: detaching waits for that one."""
     _given_up.append(pipeline)
     if threading.get_ident() == thread:
         give_all_back()
