@@ -219,8 +219,9 @@ def loss_in_slices(model: Any) -> None:
     """Have a causal language model of transformers compute the loss of `labels=` without all of its logits.
 
     Loss and gradients are the model's own, up to rounding, by `chunked_cross_entropy`. The logits that come with a loss
-    are those of the last position alone. Modules, parameters and checkpoints stay as they are, and a second call
-    changes nothing.
+    are those of the last position alone. With `reduction="none"` in a call of the model, its loss is that of each
+    token: minus its log-probability. Modules, parameters and checkpoints stay as they are, and a second call changes
+    nothing.
 
     Args:
         model: A model such as `AutoModelForCausalLM` loads, before it gets adapters.
@@ -232,9 +233,10 @@ def loss_in_slices(model: Any) -> None:
     Examples:
         >>> loss_in_slices(model)  # doctest: +SKIP
         >>> loss = model(input_ids, labels=input_ids).loss  # doctest: +SKIP
+        >>> log_probabilities = -model(input_ids, labels=input_ids, reduction="none").loss  # doctest: +SKIP
     """
     used = inspect.unwrap(type(model).forward).__code__
-    head = model.get_output_embeddings()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     is_plain = isinstance(head, nn.Linear) and not [*head.children()]
     if not (is_plain and "loss_function" in used.co_names and "logits_to_keep" in used.co_varnames):
         raise ValueError(f"`{type(model).__name__}` has no loss of transformers' over the logits of a linear layer.")
@@ -280,6 +282,7 @@ class _LossOfHidden:
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         ignore_index: int = -100,
+        reduction: Literal["mean", "sum", "none"] | None = None,
         **others: Any,
     ) -> Tensor:
         """Compute the loss as transformers does, which gives it arguments of the model, too."""
@@ -299,8 +302,8 @@ class _LossOfHidden:
             (labels if shift_labels is None else shift_labels).to(hidden.device),
             bias=head.bias,
             ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            reduction=reduction or ("mean" if num_items_in_batch is None else "sum"),
             softcap=softcap,
             shift=shift_labels is None,
         )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return loss if num_items_in_batch is None or reduction is not None else loss / num_items_in_batch

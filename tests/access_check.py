@@ -86,7 +86,7 @@ class Places:
 
     def __init__(self, engine: Engine) -> None:
         arrangement = engine.arrangement
-        self._masters = {storage_key(weight.host): weight for weight in arrangement.weights}
+        self._masters = {storage_key(weight.current_memory): weight for weight in arrangement.weights}
         for living in arrangement.parameters_on_device:  # a user may have made views of one vector of all weights
             self._masters.pop(storage_key(living), None)
         places = [(unit, unit.presence.place) for unit in arrangement.in_window if unit.presence.place.nbytes]
@@ -112,7 +112,7 @@ class Places:
     def master_in(self, memory: int) -> Weight | None:
         """The weight whose master lies in a storage; a user may have moved it since, and others may lie there."""
         weight = self._masters.get(memory)
-        return weight if weight is not None and storage_key(weight.host) == memory else None
+        return weight if weight is not None and storage_key(weight.current_memory) == memory else None
 
 
 class AccessCheck(TorchDispatchMode):

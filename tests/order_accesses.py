@@ -77,7 +77,7 @@ def _of_shares(sums: SharedSums, number: int, measured: Any) -> Accesses:
 _ACCESSES: dict[Any, Callable[..., Accesses]] = {
     do_nothing: _nothing,
     note_stepped: _nothing,
-    visit.Visit._ask: _nothing,
+    visit.Visit._begin_pieces: _nothing,
     visit.Visit._copy: _of_copies,
     visit.Visit._step: _of_piece,
     unit_steps._step_unit: _of_step,

@@ -285,11 +285,11 @@ class OrderCheck:
 
     def _access(self, _: Guard, weight: Weight, writes: bool = False) -> Hook:
         yield
-        self.touch_here(f"has {weight.name}", [weight.host], [weight.host] if writes else [])
+        self.touch_here(f"has {weight.name}", [weight.current_memory], [weight.current_memory] if writes else [])
 
     def _write_back(self, _: Window, weight: Weight) -> Hook:
         yield
-        self.touch_here(f"writes {weight.name} back", (), [weight.host])
+        self.touch_here(f"writes {weight.name} back", (), [weight.current_memory])
 
     def _take_gradient(self, gradient: Gradient) -> Hook:
         read = gradient.tensor, *gradient.factors
@@ -298,7 +298,7 @@ class OrderCheck:
 
     def _refresh(self, segment: Segment, stepped: Iterable[Weight] = ()) -> Hook:
         if segment.sends_copies and not stepped and segment._copied_epoch != segment.epoch:
-            self.touch_here("lowers weights", [weight.host for weight in segment.weights], segment.copies)
+            self.touch_here("lowers weights", [weight.current_memory for weight in segment.weights], segment.copies)
         yield
 
     def _free(self, buffer: HostBuffer) -> Hook:

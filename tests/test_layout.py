@@ -103,7 +103,7 @@ def engine_room_of(module: str) -> str:
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
     if module.endswith(
-        ("pipeline.pipeline", "pipeline.occasions", "calls.story", "calls.calls")
+        ("pipeline.pipeline", "pipeline.placement", "calls.story", "calls.calls")
     ):  # above all that they tell
         return "story"
     own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients
@@ -250,9 +250,11 @@ def test_the_workflow_has_the_oldest_versions():
     job = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8").partition("  oldest:\n")[2]
     python = project["requires-python"].removeprefix(">=")
     assert f'python-version: "{python}"' in job
-    lines = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
-    promised = [line for line in lines if re.match("torch|(pytorch-)?lightning|transformers", line) and ">=" in line]
-    assert len(promised) == 4
+    extras = project["optional-dependencies"]
+    lines = {*project["dependencies"], *extras["recipes"], *extras["trl"]}
+    named = "torch|(pytorch-)?lightning|transformers|accelerate|peft|trl"
+    promised = [line for line in lines if re.match(named, line) and ">=" in line]
+    assert len(promised) == 7
     for line in promised:
         assert " " + line.split(",")[0].replace(">=", "==") in job
 
@@ -264,9 +266,7 @@ def test_declared_dependencies_are_those_imported():
     def names(lines: list[str]) -> set[str]:
         return {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
 
-    optional = names(
-        [line for extra in ("cli", "examples", "fast") for line in project["optional-dependencies"][extra]]
-    )
+    optional = names([line for extra in ("cli", "fast", "recipes") for line in project["optional-dependencies"][extra]])
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     found -= {*sys.stdlib_module_names, "sp_lightning", "lightning_fabric"}  # the last comes with pytorch-lightning
     assert found - optional == names(project["dependencies"])

@@ -160,9 +160,14 @@ def kernel_of(kind: Kind) -> Any:
             _step_block(kind, rule, scaling, memory, size, start == tail, key)
 
     kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_on_disk(step, *kind))
-    if not kernel.cache_hits:  # a warning: nothing less is shown unless logging was set up
-        _LOG.warning("sp_lightning.optim has compiled a kernel, once on this machine: AdamW or Adam, %s", kind)
+    if not kernel.cache_hits:
+        _say_that_kernels_are_compiled()
     return kernel
+
+
+@cache
+def _say_that_kernels_are_compiled() -> None:
+    _LOG.info("superpipeline: numba compiles kernels for the optimizer, once on this machine.")
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)

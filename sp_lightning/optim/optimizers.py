@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim.layout import State, check_group, is_compact, make_state
+from sp_lightning.optim.layout import GROUP, State, check_group, is_compact, make_state
 from sp_lightning.optim.on_device import load_weight
 from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Pass, Update
@@ -42,7 +42,13 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         moments: str = "fp32",
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            raise TypeError(
+                f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case, "
+                "and its options are lr, betas, eps, weight_decay and moments."
+            )
         # torch's Adam accepts and refuses the same options
         torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
@@ -75,6 +81,16 @@ class AdamW(Optimizer):
         run(passes)
         increment_version(stepped)
         return loss
+
+    def compile_updates(self, device: torch.device) -> None:
+        """Compile what updates weights on an accelerator, if it can be compiled: one small update of each kind."""
+        for group in self.param_groups if device.type != "cpu" else ():
+            for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
+                for of_gradient in {dtype, torch.bfloat16}:
+                    weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
+                    gradient = torch.zeros_like(weight, dtype=of_gradient)
+                    copy = None if of_gradient == dtype else torch.zeros_like(gradient)
+                    run(passes_of(self.update, group, [Work(weight, gradient, {}, copy)]))
 
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
@@ -169,5 +185,6 @@ class Adam(AdamW):
         weight_decay: float = 0,
         *,
         moments: str = "fp32",
+        **unknown: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, moments=moments)
+        super().__init__(params, lr, betas, eps, weight_decay, moments=moments, **unknown)

@@ -21,21 +21,21 @@ from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.calls.masters import guard_masters, release_masters
+from sp_lightning.pipeline.device_budget import DeviceBudget
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.optimizer.living import Living
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.optimizer.staying import StayingUnits
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.room import Room
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
@@ -99,9 +99,9 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
-        self.room = Room(backend, self.visits, self.meter)
-        self.waiting = WaitingRoom(self.memory, self.room)
-        self.living = Living(device, self.optimizers.states, processes)
+        self.device_budget = DeviceBudget(backend, self.visits, self.meter)
+        self.waiting = WaitingGradients(self.memory, self.device_budget)
+        self.staying = StayingUnits(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
         self.plan: WindowPlan | None = None  # the plan by which weights are placed
@@ -125,8 +125,8 @@ class Engine:
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
         self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
-        self.room.arrangement = arrangement
-        self.room.stream = self.stream
+        self.device_budget.arrangement = arrangement
+        self.device_budget.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self._story, self.at_work, self.device, self.window, self.stream)
         self.guard = Guard(
@@ -139,7 +139,7 @@ class Engine:
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
         self.place_weights()
-        self.activations.measure_anew(self.room.budget is not None)
+        self.activations.measure_anew(self.device_budget.nbytes is not None)
         move_all_but_parameters(self.module, self.device)
         compiles = self.options.compile
         if compiles:
@@ -156,7 +156,7 @@ class Engine:
         """
         with ExitStack() as parts:  # the last one comes first, and none is left out if another one fails
             parts.callback(self.memory.keep, [])
-            parts.callback(self.living.move_all_to_host, self.module, may_leave_state=for_good)
+            parts.callback(self.staying.move_all_to_host, self.module, may_leave_state=for_good)
             if hasattr(self, "guard"):  # the last part that is made before the module is changed
                 parts.callback(self.arrangement.detach_weights)
                 parts.callback(self._restore_members)
@@ -200,7 +200,7 @@ class Engine:
         arrangement.leave_places()
         arrangement.choose(self.plan, self.first_plan)
         self.waiting.limit(arrangement.room_for_gradients, is_first=not self.optimizers.steps_taken)
-        self.living.move_units(arrangement)
+        self.staying.move_units(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream
         gradients = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
@@ -211,7 +211,7 @@ class Engine:
         self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
         on_device = [*self.module.buffers(), *arrangement.named_on_device.values()]
         self.meter.leave_out(on_device)
-        self.living.watch(arrangement)
+        self.staying.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
         guard_masters(self.guard, arrangement.weights, self._lowering)
@@ -266,5 +266,5 @@ class Engine:
 
     def has_gradients_on_device(self) -> bool:
         """Tell whether parameters that stay on the device have got gradients since the last call."""
-        some_came = self.living.pop_some_came()
+        some_came = self.staying.pop_some_came()
         return some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values())

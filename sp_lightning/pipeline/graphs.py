@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 
 
 class Graph:
@@ -44,7 +45,7 @@ class Graphs:
 
     def earlier_waiting(self) -> bool:
         """Tell whether a graph of an earlier step still waits for its backward."""
-        return any(not graph.done for graph in self._earlier)
+        return not all(map(attrgetter("done"), self._earlier))
 
     def waiting(self) -> bool:
         """Tell whether a graph may still wait for its backward, which may come in the next scope."""

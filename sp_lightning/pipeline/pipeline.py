@@ -21,10 +21,10 @@ from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
-from sp_lightning.pipeline.occasions import Occasions
 from sp_lightning.pipeline.operations import autocast_dtype
 from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
@@ -104,8 +104,8 @@ class Pipeline:
         progress = progress or Progress()
         engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
         self._parts = engine
-        self._occasions = Occasions(engine)
-        self._story = Story(engine, self._occasions)
+        self._placement = PlacementPolicy(engine)
+        self._story = Story(engine, self._placement)
         self._calls = Calls(self._story, self.device, leaves_steps_open)
         self.stats = engine.stats
         self.optimizers = engine.optimizers
@@ -177,7 +177,7 @@ class Pipeline:
         All of them call it before each training step, and wherever user code may have written to weights.
         """
         self._check_attached()
-        self._occasions.meet(places)
+        self._placement.meet(places)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights in CPU memory were written to: those on the GPU are sent again."""
@@ -310,7 +310,7 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._parts.room.budget
+        return self._parts.device_budget.nbytes
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

@@ -223,9 +223,9 @@ def _bytes_of(memory: int | str | None, otherwise: int) -> int:
 def ladder(given: Assumptions) -> Iterator[Assumptions]:
     """Yield the ways to keep moments: the given one, and, if that is torch's, those of `sp_lightning.optim`.
 
-    Each takes less host memory than the one before it.
+    Each takes less host memory than the one before it. Adapters have so few moments that there is one way.
     """
     yield given
-    if given.optimizer in COMPACT and given.moments is None:
+    if given.optimizer in COMPACT and given.moments is None and given.lora is None:
         for moments in get_args(Moments):
             yield replace(given, precision="bf16-true", moments=moments)

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from typing_extensions import override
 
+from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Engine, Planner, WindowPlan, available_host_memory
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
@@ -61,7 +62,7 @@ class AutoPlanner(Planner):
         before = self._units, self._trains
         if arrangement.layout is not self._layout:
             self._layout = arrangement.layout
-            may_stream = engine.room.budget is not None and arrangement.units
+            may_stream = engine.device_budget.nbytes is not None and arrangement.units
             self._units = tuple(map(work_of, arrangement.all_units)) if may_stream else ()
         if not self._units:
             return None
@@ -106,7 +107,9 @@ class AutoPlanner(Planner):
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, choose the plan that takes least."""
-        options, budget = engine.options, engine.room.budget
+        options, budget = engine.options, engine.device_budget.nbytes
+        if options.optimizer_on == "auto":
+            _compile_updates(engine)
         machine = machine_of(engine, measured.recording, self._machine)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
@@ -145,6 +148,14 @@ class AutoPlanner(Planner):
         if self._tell is not None:
             self._tell(plan)
         return plan
+
+
+def _compile_updates(engine: Engine) -> None:
+    """Compile the kernels that update units on the device, between steps, and learn whether that is possible."""
+    with torch.inference_mode(False), torch.no_grad():
+        for optimizer in engine.optimizers.states.optimizers:
+            if isinstance(optimizer, AdamW):
+                optimizer.compile_updates(engine.device)
 
 
 def _as_measured(engine: Engine, workload: Workload) -> Choice:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from sp_lightning.pipeline.device_budget import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.pipeline.room import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import OF_SYSTEM, Assumptions, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
@@ -20,6 +20,8 @@ from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+# from how many seconds on, how many one has, and its name
+_LONG_TIMES = ((172_800, 86_400, "days"), (5_400, 3_600, "hours"), (90, 60, "minutes"), (0, 1, "seconds"))
 _HEAD = f"{'':<34}{'GPU memory':>11}{'RAM':>11}{'step':>11}  bottleneck"
 _PLACES = {"device": "GPU memory", "host": "RAM"}
 _WIDTH = 110
@@ -126,14 +128,17 @@ class Row:
         assert step is not None
         policies = Counter(way.policy for way in step.choice.ways)
         ways = ", ".join(f"{count} {policy}" for policy, count in policies.items())
-        visiting = len(step.choice.visiting)
-        streams = f"{self.units - self.living} stream through k={step.choice.k} places"
+        staying, streamed, visiting = self.living, self.units - self.living, len(step.choice.visiting)
+        places = []
+        if staying:
+            places.append(f"{staying} stay on the GPU with their optimizer state")
+        if streamed:
+            places.append(f"{streamed} stream through k={step.choice.k} places")
         if visiting:
-            streams += f", and {visiting} of these are updated on the GPU while their state passes through"
-        return (
-            f"Of {self.units} units, {self.living} stay on the GPU with their optimizer state, {streams}. The CPU "
-            f"updates the others. Activations: {ways}."
-        )
+            places.append(f"the GPU updates {visiting} of these while their state passes through")
+        if visiting < streamed:
+            places.append(f"the CPU updates {'the other ' if visiting else ''}{streamed - visiting}")
+        return f"Of {self.units} units, {', '.join(places)}. Activations: {ways}."
 
     def code(self) -> str:
         """Return the code in Python, with only those arguments that are not the default."""
@@ -187,12 +192,12 @@ class Report:
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
         slow, fast = best.tokens_per_second
-        hours = number_range(*(1e6 / speed / 3600 for speed in (fast, slow)))
         return (
-            f"{self.title} fits with {given.optimizer_words} in {given.precision}, in every step: {best.memory}.\n"
-            f"It trains {best.speed} tokens/s, a million in {hours} hours; a step of {given.tokens_in_step:,} tokens "
-            f"takes {readable_seconds(step.seconds)}{' at most' if best.at_best else ''}, limited by "
-            f"{_BOTTLENECKS[step.bottleneck]}."
+            f"{self.title} fits with {given.optimizer_words} in {given.precision}, including the first steps: "
+            f"{best.memory}.\n"
+            f"Estimated speed: {best.speed} tokens/s ({readable_hours(1e6 / fast, 1e6 / slow)} per million); a step of "
+            f"{given.tokens_in_step:,} tokens takes {readable_seconds(step.seconds)}"
+            f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}."
         )
 
 
@@ -307,6 +312,13 @@ def number_range(low: float, high: float) -> str:
     """Format two numbers, or one where they look alike: whole ones with commas, small ones with two digits."""
     texts = [f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in (low, high)]
     return " to ".join(dict.fromkeys(texts))
+
+
+def readable_hours(low: float, high: float) -> str:
+    """Format a range of seconds in the unit in which one thinks of them."""
+    size, unit = next((size, unit) for least, size, unit in _LONG_TIMES if high >= least)
+    texts = [f"{value / size:.{0 if high >= 10 * size else 1}f}" for value in (low, high)]
+    return f"{' to '.join(dict.fromkeys(texts))} {unit}"
 
 
 def readable_seconds(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
@@ -204,7 +205,13 @@ def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -
         return sum(map(optimizer.state_bytes, groups))
     if type(optimizer) not in (*BY_ELEMENT, *BY_WEIGHT, ASGD) or step_is_replaced(optimizer):
         return 0  # the code of a user's own step may do anything, and would run once more than in plain training
-    return _nbytes(state_after_dry_step(type(optimizer), groups) or [])
+    nbytes = 0
+    for group in groups:  # weights of one kind have state of one size
+        kinds = Counter((weight.dtype, weight.shape, weight.stride()) for weight in group["params"])
+        for (dtype, shape, stride), count in kinds.items():
+            weight = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            nbytes += count * _nbytes(state_after_dry_step(type(optimizer), [{**group, "params": [weight]}]) or [])
+    return nbytes
 
 
 def state_on_device(optimizers: Sequence[Optimizer]) -> int:

@@ -9,8 +9,8 @@ A forward runs again only if nothing is known to be in the way, and anything tha
 Any code may change the arguments of a unit until backward (a key/value cache, an iterator, a generator of random
 numbers). So each has to be of a kind that cannot change, a tensor whose version tells, or a module. Around a unit's
 first calls, a look compares the state of its modules, and its arguments if these are of a kind that can be compared
-(looks.py). Changes that cannot be seen in advance (in a closure, a class's attribute, a global variable) show in the
-output of the second forward.
+(snapshots.py). Changes that cannot be seen in advance (in a closure, a class's attribute, a global variable) show in
+the output of the second forward.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline.activations.looks import is_small_buffer, may_change, version_of
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.snapshots import is_small_buffer, may_change, version_of
 from sp_lightning.pipeline.operations import Args, Kwargs
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function

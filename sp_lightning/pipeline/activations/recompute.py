@@ -30,9 +30,9 @@ from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.contract import Inputs, Surroundings, are_other, numbers_of, requiring_gradients
-from sp_lightning.pipeline.activations.looks import Look
 from sp_lightning.pipeline.activations.memory import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.snapshots import Snapshot
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.operations import Args, Kwargs
@@ -73,7 +73,7 @@ class UnitCall:
     """One call of a member: what its forward saved, and how to run it again.
 
     It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run; and
-    to the member, on which a graph may be kept (see [Note: what nodes hold] in graphs.py).
+    to the member, on which a graph may be kept (see [Note: what nodes hold] in nodes.py).
     """
 
     def __init__(self, shared: SecondForwards, member: Member, args: Args, kwargs: Kwargs) -> None:
@@ -86,9 +86,9 @@ class UnitCall:
         self._inputs = Inputs(shared.saved, args, kwargs)
         self._input_bytes = shared.stats.activation_bytes - self._bytes_before
         modules = list(member.module.modules())
-        self._look: Look | None = None
+        self._look: Snapshot | None = None
         if shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable:
-            self._look = Look(modules, pytree.tree_leaves((args, kwargs)))
+            self._look = Snapshot(modules, pytree.tree_leaves((args, kwargs)))
         self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
         self._state = self._state_of_module(self._twins)
         with without_torch_function():

@@ -124,7 +124,7 @@ class SavedTensors:
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def close(self) -> None:
-        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see graphs.py)."""
+        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see nodes.py)."""
         self.twins = {}
         self.backward = None
 

@@ -125,7 +125,8 @@ class BackwardPass:
 
     def _collect(self, weight: Weight, leaf: Tensor) -> None:
         with without_torch_function():
-            self.note_sign()
+            if not self.running or self._callback() is None:
+                self.note_sign()
             gradient: Tensor | None = GRADIENT.__get__(leaf)
             GRADIENT.__set__(leaf, None)
             if gradient is None or not weight.master.requires_grad:  # frozen since the forward

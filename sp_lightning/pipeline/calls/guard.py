@@ -102,11 +102,13 @@ class Guard:
 
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
-        step = weight.unit.update.ticket
-        if step is not None:
-            step.join()  # a step that was under way fails in the fork
+        update = weight.unit.update
+        has_begun = update.to_begin is None
+        if update.ticket is not None and has_begun:
+            update.ticket.join()  # a step that was under way fails in the fork
         # Memory that is sent to an accelerator is hidden from forks; memory that processes share changes during reads.
-        if self.device.type != "cpu" or self._processes is not None or weight.twin.is_touched():
+        is_own = self.device.type == "cpu" and self._processes is None
+        if not (is_own and has_begun) or weight.twin.is_touched():
             raise RuntimeError(f"Weight {weight.name!r} cannot be read here. {FORKED}")
 
     def before_gradient(self, weight: Weight, reads: bool) -> None:

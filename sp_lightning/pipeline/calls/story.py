@@ -35,7 +35,7 @@ from sp_lightning.pipeline.calls.nodes import CallToCome, before_backward, nodes
 from sp_lightning.pipeline.calls.running_call import RunningCall
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.occasions import Occasions
+from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
@@ -53,14 +53,14 @@ class Story:
         backward: The backward pass under way.
     """
 
-    def __init__(self, engine: Engine, occasions: Occasions) -> None:
+    def __init__(self, engine: Engine, placement: PlacementPolicy) -> None:
         self.running: list[RunningCall] = []
         self.at_work = engine.at_work
         self.graphs = engine.graphs
         self.activations = engine.activations
         self._optimizers = engine.optimizers
         self._engine = engine
-        self._occasions = occasions
+        self._placement = placement
 
     def follow_arrangement(self) -> None:
         """Work from now on with the parts that belong to the engine's arrangement of the module."""
@@ -81,7 +81,7 @@ class Story:
         if not continues_last_step:
             with self.at_work:
                 self._stream.drop_used(on_host_too=False)
-        self._occasions.before_step(look_for_new_parameters, continues_last_step)
+        self._placement.before_step(look_for_new_parameters, continues_last_step)
         if not continues_last_step:
             self._trace.mark_step()
             self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
@@ -99,7 +99,7 @@ class Story:
             return
         with self.at_work:
             self._window.write_back_all()
-            self._occasions.end_step()
+            self._placement.end_step()
         self.graphs.begin_graph()  # the old graph may still wait for its backward
 
     def guard_masters(self) -> None:
@@ -142,7 +142,7 @@ class Story:
     def follow_autocast(self, member: Member, dtype: torch.dtype | None) -> None:
         """Follow a call under another autocast than the member's weights were placed for."""
         if dtype is not member.autocast:
-            self._occasions.adapt_to_autocast(member, dtype)
+            self._placement.adapt_to_autocast(member, dtype)
 
     def finish_steps(self, member: Member) -> None:
         """Wait for optimizer steps of what a call needs: later, such a step would look like a write by the forward."""

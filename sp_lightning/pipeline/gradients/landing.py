@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind
 from sp_lightning.pipeline.units.unit import Unit
@@ -42,7 +42,7 @@ def three_buffers(sizes: Iterable[int]) -> list[int]:
 class LandingBuffers:
     """The landing buffers, made when the first one is needed."""
 
-    def __init__(self, backend: Backend, waiting: WaitingRoom) -> None:
+    def __init__(self, backend: Backend, waiting: WaitingGradients) -> None:
         self.backend = backend
         self._waiting = waiting
         self._buffers: list[LandingBuffer] = []  # all buffers, the smallest first

@@ -30,7 +30,7 @@ from sp_lightning.optim.passes import add
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
 from sp_lightning.pipeline.gradients.landing import LandingBuffers
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, Stored
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom, add_on_device, move_to_host
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients, add_on_device, move_to_host
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.torch_private import untracked
@@ -155,7 +155,7 @@ def route_of(arrival: Arrival) -> Route:
 class Routes:
     """Sends units' gradients to the host, each in one copy and in the dtype they were computed in."""
 
-    def __init__(self, window: Window, waiting: WaitingRoom) -> None:
+    def __init__(self, window: Window, waiting: WaitingGradients) -> None:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(window.units, window.backend)
         self.landing = LandingBuffers(window.backend, waiting)

@@ -43,7 +43,7 @@ class Gradient:
         self.is_sum = False  # whether `tensor` was added up on the device, in memory of its own
 
     @property
-    def is_seen(self) -> bool:
+    def accumulates_in_grad(self) -> bool:
         """Whether users see how it is added up: the master has a `.grad` of theirs, or hooks."""
         master = self.weight.master
         if master._backward_hooks or master._post_accumulate_grad_hooks:
@@ -82,7 +82,7 @@ class Gradient:
             return None
         self.of_segment.wait()
         with untracked():
-            taken = torch.empty_like(self.weight.host).copy_(self.tensor)
+            taken = torch.empty_like(self.weight.current_memory).copy_(self.tensor)
             for factor in self.factors:
                 taken.mul_(factor)
         self.drop()
@@ -106,7 +106,7 @@ class Gradient:
         if not to_none:
             # A GPU-side update reads all gradients in one place.
             device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
-            zeros = torch.zeros_like(self.weight.host, device=device)
+            zeros = torch.zeros_like(self.weight.current_memory, device=device)
             self.set_tensor(zeros, zeros.new_zeros(()))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Arrival, Route, Routes, route_of
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward
-from sp_lightning.pipeline.gradients.waiting import WaitingRoom
+from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
@@ -37,7 +37,7 @@ class GradientStream:
             value tells whether users see how a gradient is added up.
     """
 
-    def __init__(self, window: Window, routes: Routes, waiting: WaitingRoom) -> None:
+    def __init__(self, window: Window, routes: Routes, waiting: WaitingGradients) -> None:
         self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
         self.routes = routes
@@ -104,11 +104,11 @@ class GradientStream:
     def _note(self, gradient: Gradient) -> None:
         """Note that a gradient has come, and whether users see how it is added up."""
         if gradient not in self.pending:
-            is_seen = gradient.is_seen
-            if is_seen or gradient.factors:
+            accumulates_in_grad = gradient.accumulates_in_grad
+            if accumulates_in_grad or gradient.factors:
                 gradient.show()  # the earlier gradient is not part of the engine's sum
-                is_seen = gradient.is_seen
-            self.pending[gradient] = is_seen
+                accumulates_in_grad = gradient.accumulates_in_grad
+            self.pending[gradient] = accumulates_in_grad
         elif self.pending[gradient]:
             self._accumulate([gradient])  # one after the other, as autograd does
 
@@ -123,11 +123,11 @@ class GradientStream:
     def _send(self, of_segment: SegmentGradients, more_comes: bool = False) -> None:
         """Send the gradients that a unit has gathered; `more_comes` if others are known to follow."""
         # Other leaves of the weight have gradients of their own, and users may see how it is added up.
-        is_seen = False
+        accumulates_in_grad = False
         for gradient in of_segment.gathered:
-            is_seen |= self.pending[gradient]
+            accumulates_in_grad |= self.pending[gradient]
             more_comes |= bool(gradient.weight.twins_in_graphs)
-        is_final = of_segment.is_last and not (more_comes or is_seen)
+        is_final = of_segment.is_last and not (more_comes or accumulates_in_grad)
         if self.averages is not None and self.averages.send(of_segment, is_final, self.early_step):
             return
         # An update on the device may still read the earlier sums, and begins when other work waits for it. A step on
@@ -150,7 +150,7 @@ class GradientStream:
         )
         route = route_of(arrival)
         is_first = not of_segment.has_stored and route in (Route.ADD, Route.KEEP)
-        may_wait = is_first and self.averages is None and not is_seen
+        may_wait = is_first and self.averages is None and not accumulates_in_grad
         if may_wait and self._waiting.admits(of_segment, more_comes=not steps_next):
             route = Route.STAY
         self.routes.send(of_segment, route, more_comes=not steps_next)
@@ -173,7 +173,7 @@ class GradientStream:
         if self.pending and self.averages is not None:
             self.averages.send_rest(self.early_step)
         some_came = bool(self.pending)
-        seen = [gradient for gradient, is_seen in self.pending.items() if is_seen]
+        seen = [gradient for gradient, accumulates_in_grad in self.pending.items() if accumulates_in_grad]
         self.pending.clear()
         self._accumulate(seen)
         return some_came
@@ -197,8 +197,8 @@ class GradientStream:
         """Forget the gradients of a backward pass that an exception has ended."""
         for of_segment in self._by_segment:
             of_segment.abandon()
-        for gradient, is_seen in self.pending.items():
-            if is_seen:
+        for gradient, accumulates_in_grad in self.pending.items():
+            if accumulates_in_grad:
                 gradient.drop()
         self.pending.clear()
         self.routes.landing.release_all()

@@ -23,14 +23,14 @@ from sp_lightning.pipeline.torch_private import owns_memory
 from sp_lightning.pipeline.weights.segment import HostMemory
 
 
-class DeviceRoom(Protocol):
-    """Knows how much of the device a step leaves to gradients (room.py)."""
+class SpareMemory(Protocol):
+    """Knows how much of the device a step leaves to gradients (device_budget.py)."""
 
     def left_for_gradients(self) -> float:
         """Return the bytes that are free, and stay free if the step takes no more than it has so far."""
 
 
-class WaitingRoom:
+class WaitingGradients:
     """Decides whose gradients wait on the device.
 
     Attributes:
@@ -40,7 +40,7 @@ class WaitingRoom:
         waited: The names of units whose gradients have waited since the last plan.
     """
 
-    def __init__(self, memory: HostMemory, device: DeviceRoom) -> None:
+    def __init__(self, memory: HostMemory, device: SpareMemory) -> None:
         self.landing_bytes = 0
         self.host_bytes = math.inf
         self.planned: Collection[str] | None = None

@@ -42,7 +42,7 @@ from sp_lightning.pipeline.optimizer.kinds import (
     refuse_copies,
     why_not_by_unit,
 )  # fmt: skip
-from sp_lightning.pipeline.optimizer.living import States, move_state
+from sp_lightning.pipeline.optimizer.staying import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.weights.weight import Weight, used_in_step

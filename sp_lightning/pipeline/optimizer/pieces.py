@@ -25,7 +25,7 @@ from sp_lightning.pipeline.weights.segment import Segment
 PIECES_AT_ONCE = 2  # one is stepped while the next one arrives, or the last one leaves
 
 
-def lay_together(unit: Unit, optimizer: Optimizer) -> None:
+def pack_state(unit: Unit, optimizer: Optimizer) -> None:
     """Put the state of weights that are sent together in one block next to the masters, pinned as these are.
 
     State that is not there yet gets new memory, because existing memory may hold the state of another optimizer.
@@ -76,30 +76,30 @@ class Piece:
 
     Args:
         fields: For each name in `Memory`, the host memory in which the segment has it.
-        lying: Parts of neighboring weights, in the order in which they lie there.
+        parts: Parts of neighboring weights, in the order in which they lie there.
     """
 
-    def __init__(self, fields: Mapping[str, Tensor], lying: Sequence[Part]) -> None:
-        self._lying = lying
+    def __init__(self, fields: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
+        self._host_parts = parts
         self._slices: dict[str, Tensor] = {}
         for name, memory in fields.items():
-            tensors = [tensor for part in lying if (tensor := getattr(part.memory, name)) is not None]
+            tensors = [tensor for part in parts if (tensor := getattr(part.memory, name)) is not None]
             if tensors:
                 begin = tensors[0].data_ptr() - memory.data_ptr()
                 end = tensors[-1].data_ptr() + tensors[-1].nbytes - memory.data_ptr()
                 self._slices[name] = memory[begin:end]
-        first = lying[0].memory
+        first = parts[0].memory
         effort = Effort.of(first.low is not None, first.first_scale is not None)
         # bytes of the device's memory that its step reads and writes
-        self.stepped_bytes = effort.nbytes * sum(part.memory.weight.numel() for part in lying)
+        self.stepped_bytes = effort.nbytes * sum(part.memory.weight.numel() for part in parts)
         self._offsets, self.nbytes = lay_out([each.nbytes for each in self._slices.values()])
 
-    def lie_in(self, buffer: PieceBuffer) -> None:
+    def assign_buffer(self, buffer: PieceBuffer) -> None:
         """Have it visit in this buffer; `sent` has its new weights, and where they begin in the segment's place."""
         self.buffer = buffer
         self.up: list[tuple[Tensor, Tensor]] = []  # targets and sources
         self.down: list[tuple[Tensor, Tensor]] = []
-        on_device: list[dict[str, Tensor]] = [{} for _ in self._lying]
+        on_device: list[dict[str, Tensor]] = [{} for _ in self._host_parts]
         for (name, host), offset in zip(self._slices.items(), self._offsets, strict=True):
             device = buffer.bytes[offset : offset + host.nbytes]
             if name in ("weight", "copy"):  # the latter comes later, if there are copies
@@ -108,14 +108,14 @@ class Piece:
                 self.up.append((device, host))
             if name != "gradient":
                 self.down.append((host, device))
-            for part, found in zip(self._lying, on_device, strict=True):
+            for part, found in zip(self._host_parts, on_device, strict=True):
                 tensor = getattr(part.memory, name)
                 if tensor is not None:
                     begin = tensor.data_ptr() - host.data_ptr()
                     found[name] = device[begin : begin + tensor.nbytes].view(tensor.dtype)
         self.parts = [
             part._replace(memory=Memory(*map(found.get, Memory._fields)))
-            for part, found in zip(self._lying, on_device, strict=True)
+            for part, found in zip(self._host_parts, on_device, strict=True)
         ]
 
 

@@ -31,7 +31,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
-from sp_lightning.pipeline.optimizer.pieces import lay_together
+from sp_lightning.pipeline.optimizer.pieces import pack_state
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.torch_private import code_of_step, untracked
@@ -124,7 +124,7 @@ class UnitSteps:
                     tensor, state = inputs[gradient]
                     work = Work(weight.master.data, tensor, state, copy)
                     updates[step.optimizer_weights.gradients[gradient]].append((work, gradient.factors))
-                    moved_bytes += 2 * weight.home.nbytes + tensor.nbytes
+                    moved_bytes += 2 * weight.engine_memory.nbytes + tensor.nbytes
         weights = {gradient.weight for gradient in inputs}
         generations = self._next_generations(unit, step.optimizer_weights)
         action = partial(_step_unit, unit, step, updates, weights, generations)
@@ -251,7 +251,7 @@ def _step_unit(
         for generation in generations:
             generation.publish()
         if unit.update.is_on_device:  # from the next step on: this one may have made the state
-            lay_together(unit, step.optimizer)
+            pack_state(unit, step.optimizer)
 
 
 def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass, scaling_of
 from sp_lightning.optim.on_device import flat
@@ -40,7 +39,7 @@ from sp_lightning.pipeline.optimizer.pieces import (
     PIECES_AT_ONCE,
     Piece,
     PieceBuffer,
-    lay_together,
+    pack_state,
     pieces_of,
 )
 from sp_lightning.pipeline.stats import Stats
@@ -61,7 +60,7 @@ class _Update(NamedTuple):
 class Visit(DeferredTicket):
     """A step of a unit on the device; done when the host has the new masters and state.
 
-    It begins when other code calls `begin`, or waits for it.
+    It begins as the next forward loads the unit, or when other code needs the masters.
 
     Attributes:
         ready: Done when the new weights are on the device.
@@ -80,7 +79,7 @@ class Visit(DeferredTicket):
     ) -> None:
         # after what brings gradients, or their scaling, to the host
         after = [] if of_segment.ticket is None else [of_segment.ticket]
-        super().__init__(Job(self._ask, after, rank=BEFORE_OTHER_WORK))
+        super().__init__(Job(self._begin_pieces, after, rank=BEFORE_OTHER_WORK))
         self.ready = DeferredTicket(self.job)
         self.keeps_alive = updates
         self._visits = visits
@@ -108,14 +107,7 @@ class Visit(DeferredTicket):
             segment.epoch_on_device = segment.epoch
         return self.ready
 
-    @override
-    def issued(self) -> Ticket:
-        """Return the ticket of the copies to the host; begin the visit if it has not begun."""
-        if self._unit.update.to_begin is self:
-            self.begin(in_place=False)
-        return super().issued()
-
-    def _ask(self) -> None:
+    def _begin_pieces(self) -> None:
         """Ask the device for all pieces."""
         last: Sequence[Ticket] = ()
         # or tensors of a visit that an evaluation's forward begins could not be used in training
@@ -206,7 +198,7 @@ class Visits:
             weight = gradient.weight
             if gradient not in used:
                 return f"{weight.name!r} has no gradient"
-            if weight.host is not weight.home:
+            if weight.current_memory is not weight.engine_memory:
                 return f"{weight.name!r} was given other memory"
             tensor, state = used[gradient]
             one_pass = step.one_passes[step.optimizer_weights.gradients[gradient]]
@@ -221,14 +213,14 @@ class Visits:
             is_readable = weight.dtype in (tensor.dtype, torch.float32)
             if not is_readable or len(gradient.factors) > MOST_FACTORS:
                 return f"the gradient of {weight.name!r} is {tensor.dtype}, or scaled too often"
-            work = Work(weight.home, None if of_segment.is_on_device else tensor, state, copy)
+            work = Work(weight.engine_memory, None if of_segment.is_on_device else tensor, state, copy)
             # the device casts gradients and copies of any dtype
             if not one_pass.takes(work._replace(gradient=None, copy=None)):
                 return no_pass
             updates.append(_Update(one_pass, work, tensor, gradient.factors))
         if not any(update.work.weight.numel() for update in updates):
             return ""  # there is nothing to move
-        lay_together(of_segment.unit, step.optimizer)
+        pack_state(of_segment.unit, step.optimizer)
         try:
             pieces = self._pieces_of(of_segment, updates)
         except RuntimeError as error:
@@ -255,7 +247,7 @@ class Visits:
             self.close()
             self._buffers = [PieceBuffer(most, self.backend) for _ in range(PIECES_AT_ONCE)]
         for piece in pieces:
-            piece.lie_in(self._buffers[next(self._turns) % PIECES_AT_ONCE])
+            piece.assign_buffer(self._buffers[next(self._turns) % PIECES_AT_ONCE])
         self._known[segment] = state, gradients, pieces
         return pieces
 

@@ -131,9 +131,9 @@ class Averages:
         for gradient in stored:
             if sums is None or gradient.tensor is not sums.sum_of[gradient] or gradient.factors:
                 return None
-        is_seen = any(gradient.is_seen for gradient in of_segment.gradients)
+        accumulates_in_grad = any(gradient.accumulates_in_grad for gradient in of_segment.gradients)
         is_part = sums is not None and stored not in ([], sums.brought_anywhere)
-        if is_seen or is_part or not of_segment.trained:
+        if accumulates_in_grad or is_part or not of_segment.trained:
             return None
         return [gradient.weight.name for gradient in stored]
 

@@ -51,14 +51,14 @@ def see_all_uses(kinds: Kinds, leaves: Kinds) -> None:
     """Have these classes see uses that torch would not tell them of, and calls of units see custom Functions."""
     remember_device_constructors()
     for name in _FACTORIES:
-        _ask_classes(torch, name, kinds)
+        _have_classes_asked(torch, name, kinds)
     for name in _METHODS:
-        _ask_classes(Tensor, name, kinds)
+        _have_classes_asked(Tensor, name, kinds)
     _make_parameters_of(kinds, leaves)
     _see_functions(kinds)
 
 
-def _ask(kinds: Kinds, function: Operation, args: Args, kwargs: Kwargs) -> Any:
+def _call_by_class(kinds: Kinds, function: Operation, args: Args, kwargs: Kwargs) -> Any:
     """Call a function, by the `__torch_function__` of these classes if it is given an instance of one."""
     given = [value for value in (*args, *kwargs.values()) if type(value) in kinds]
     if given and torch.overrides.has_torch_function(given):
@@ -66,12 +66,12 @@ def _ask(kinds: Kinds, function: Operation, args: Args, kwargs: Kwargs) -> Any:
     return function(*args, **kwargs)
 
 
-def _ask_classes(owner: Any, name: str, kinds: Kinds) -> None:
+def _have_classes_asked(owner: Any, name: str, kinds: Kinds) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
-        return _ask(kinds, function, args, kwargs)
+        return _call_by_class(kinds, function, args, kwargs)
 
     setattr(owner, name, asking)
     register_builtin(asking, function)
@@ -102,7 +102,7 @@ def _see_functions(kinds: Kinds) -> None:
 
     @functools.wraps(Function.apply)
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        output = _ask(kinds, bind(cls), args, kwargs)
+        output = _call_by_class(kinds, bind(cls), args, kwargs)
         for call in running_calls.stack:
             call.note_function(output)
         return output

@@ -53,7 +53,7 @@ class QuantizedTwin(Twin):
     def _make_leaf(self, data: Tensor) -> nn.Parameter:
         return _copy_on(data.device, self.weight.master)
 
-    def _lay_leaf(self) -> None:
+    def _point_leaf(self) -> None:
         # A twin without a place has its leaf over the master's memory.
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
@@ -86,7 +86,7 @@ class QuantizedWeight(Weight):
     def __init__(self, name: str, master: nn.Parameter) -> None:
         super().__init__(name, master)
         nbytes = lay_out([part.nbytes for part in parts_of(master)])[1]
-        self.layout = self.host = self.home = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.layout = self.current_memory = self.engine_memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
 
     @property
@@ -101,7 +101,7 @@ class QuantizedWeight(Weight):
             place = tensor_in(host, offset, part, part.dtype)
             places.append(place if is_filled else place.copy_(part))
         _lay(self.master, places)
-        self.host = self.home = host
+        self.current_memory = self.engine_memory = host
 
     def write_to_master(self, arrived: Tensor) -> None:
         """Raise an error: quantized weights are not trained."""
@@ -115,7 +115,7 @@ class QuantizedWeight(Weight):
 
     def locate_master(self) -> int:
         """Return its version, or raise if it was given other memory, a reason between steps to attach again."""
-        if not self.parts_are_in(self.home):
+        if not self.parts_are_in(self.engine_memory):
             raise RuntimeError(
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "
                 "graph waits for its backward or before an optimizer's step. Do so between steps."
@@ -125,7 +125,7 @@ class QuantizedWeight(Weight):
     @property
     def is_converted(self) -> bool:
         """Whether the master was converted, given other memory, or made trainable."""
-        return self.master.requires_grad or not self.parts_are_in(self.home)
+        return self.master.requires_grad or not self.parts_are_in(self.engine_memory)
 
 
 def _written(weight: Weight) -> RuntimeError:

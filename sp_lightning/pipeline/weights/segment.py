@@ -80,7 +80,7 @@ class Segment:
     def views(self) -> Iterator[tuple[Weight, Tensor]]:
         """Yield each weight with its values in the place on the device."""
         for weight, offset in zip(self.weights, self.offsets, strict=True):
-            yield weight, tensor_in(self.place, offset, weight.host, weight.compute_dtype)
+            yield weight, tensor_in(self.place, offset, weight.current_memory, weight.compute_dtype)
 
     # -------------------------------------------------------------------------------------------------- their changes
 
@@ -98,7 +98,7 @@ class Segment:
         if self.is_followed and self._written is not None:
             raise written_by_follower(self._written.name)
         for weight in self.weights if self.memory.shared is not None else ():
-            if weight.host is not weight.home:
+            if weight.current_memory is not weight.engine_memory:
                 raise RuntimeError(
                     f"Weight {weight.name!r} was given other memory (`weight.data = ...`), which other processes do "
                     "not have. Write into its memory: `weight.data.copy_(...)`."
@@ -124,7 +124,7 @@ class Segment:
         for weight, offset in zip(self.weights, offsets, strict=True):
             if shared is not None and not weight.is_converted:
                 own = tensor_in(shared.own, offset, weight.layout, weight.dtype)
-                weight.point_master_to(own, is_filled=True, address=weight.home.data_ptr())
+                weight.point_master_to(own, is_filled=True, address=weight.engine_memory.data_ptr())
 
     def note_written_back(self) -> None:
         """Note that changes on the device were written back to a master."""
@@ -138,15 +138,15 @@ class Segment:
         """
         before = self._versions
         self._versions = [weight.locate_master() for weight in self.weights]
-        return not self._is_at_home or self._versions != before
+        return not self._is_in_place or self._versions != before
 
     @property
-    def _is_at_home(self) -> bool:
+    def _is_in_place(self) -> bool:
         """Whether all masters lie in the memory that they were given."""
-        is_at_home = True
+        is_in_place = True
         for weight in self.weights:
-            is_at_home &= weight.host is weight.home
-        return is_at_home
+            is_in_place &= weight.current_memory is weight.engine_memory
+        return is_in_place
 
     def note_edit(self) -> None:
         """Note that something else than a step has changed masters, or may do so."""
@@ -171,23 +171,23 @@ class Segment:
         with untracked():
             for weight, copy in zip(self.weights, self.copies, strict=True):
                 if copy is not None and weight not in stepped:
-                    copy.copy_(weight.host)
+                    copy.copy_(weight.current_memory)
         if not stepped:
             self._copied_epoch = self.epoch
 
     def transfers(self) -> list[tuple[Tensor, Tensor]]:
         """Return the copies to issue, as targets and sources: one copy, unless masters lie in other memory."""
-        if self.sends_copies or self._is_at_home:
+        if self.sends_copies or self._is_in_place:
             return [(self.place, self.source.bytes)]
         transfers = []
         for weight, begin in zip(self.weights, self.offsets, strict=True):
-            values = as_bytes(weight.host)
+            values = as_bytes(weight.current_memory)
             transfers.append((self.place[begin : begin + values.nbytes], values))
         return transfers
 
     def memory_of(self, weight: Weight, backend: Backend) -> HostBuffer:
         """Return the memory of one master, with its padding, as a buffer that is not pinned itself."""
-        begin = weight.home.data_ptr() - self.memory.masters.data_ptr()
+        begin = weight.engine_memory.data_ptr() - self.memory.masters.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
         memory = self.memory.bytes[begin : begin + nbytes]
         return HostBuffer(nbytes, backend, pin=False, memory=memory)
@@ -278,7 +278,7 @@ class HostMemory:
     def keep(self, segments: Sequence[Segment]) -> None:
         """Keep the memory of these segments, and release all other memory, in which there are no masters any more."""
         weights = [weight for segment in segments for weight in segment.weights]
-        self.addresses = {id(weight.master): weight.home.data_ptr() for weight in weights}
+        self.addresses = {id(weight.master): weight.engine_memory.data_ptr() for weight in weights}
         kept = {segment.memory for segment in segments}
         for memory in [memory for memory in self._buffers if memory not in kept]:
             memory.release()

@@ -3,6 +3,23 @@
 The *master* is the `nn.Parameter` that the user's module was built with. It stays on the host for good; optimizers,
 clipping, EMA and checkpoints see nothing else. The *twin* is a Parameter over device memory; while a unit computes,
 twins take the masters' places in the module tree, so the graph is built on the device.
+
+[Note: the tensors]
+    tensor          what it is                                      made by                     lives
+    master          the user's Parameter, over a segment's buffer   the user                    as long as the module
+    leaf            the twin's Parameter, which graphs accumulate   Twin                        from attach to detach
+                    into; it stands in for the master in modules
+    twin.data       its values, in the unit's place on the device   Unit.set_place              until weights are placed
+    lowered copy    the master in autocast's dtype, which is sent   Segment.prepare             while autocast lowers it
+                    in its stead, beside the masters
+    handle          what autograd saves in place of the leaf, or    SavedTensors.pack           as long as the graph
+                    of a view of it
+    staging         a unit's gradients, packed on the device        StagingBuffers              until they were copied
+    landing         gradients on the host on their way into a sum   LandingBuffers              until they were read
+                    or into the optimizer
+    gradient        what the engine has until somebody reads        Routes                      until zeroed or used
+                    `.grad`: beside the masters, in a landing
+                    buffer, or on the device
 """
 
 from __future__ import annotations
@@ -98,10 +115,10 @@ class Twin:
         self.data = data  # the values as a tensor outside of autograd
         self.key = storage_key(data)  # the identity of the memory
         with torch.inference_mode(False), without_torch_function():
-            self._lay_leaf()
+            self._point_leaf()
         self.note_unchanged()
 
-    def _lay_leaf(self) -> None:
+    def _point_leaf(self) -> None:
         # This bypasses the leaf's own setter: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
         become(Life.IN_USE if self.weight.leaf_count else Life.DEPARTED, [self])
@@ -172,7 +189,7 @@ class Weight:
         self.name = name
         self.master = master
         # The master's memory as a plain tensor, and the engine's memory for it. They differ after `p.data = ...`.
-        self.host = self.home = master.data
+        self.current_memory = self.engine_memory = master.data
         self._address = 0  # the address of `host` when the master was last located
         self.layout: Tensor = master  # a tensor with the weight's shape and strides in memory
         self.dtype = master.dtype
@@ -224,12 +241,12 @@ class Weight:
         example, it stays there, and is sent from there.
         """
         if address not in (None, self.master.data_ptr()) and not self.stays_on_device:
-            self.home = host
+            self.engine_memory = host
             return
         if not is_filled:
             host.copy_(self.master.data)
         self.master.data = host
-        self.host = self.home = host
+        self.current_memory = self.engine_memory = host
         self._address = host.data_ptr()
 
     def write_to_master(self, arrived: Tensor) -> None:
@@ -246,7 +263,7 @@ class Weight:
 
     def leave_host(self) -> None:
         """Release host memory: the weight stays on the device, or is not streamed any more."""
-        self.host = self.home = torch.empty(0, dtype=self.dtype, device="cpu")
+        self.current_memory = self.engine_memory = torch.empty(0, dtype=self.dtype, device="cpu")
         self.stays_on_device = True
         self.has_used_gradient = False  # its `.grad` is the user's from now on
         self.casts = {}  # their nodes hold device memory
@@ -259,15 +276,16 @@ class Weight:
         address = self.master.data_ptr()
         if address != self._address:
             if self.is_converted:
+                before = self.engine_memory
                 raise RuntimeError(
-                    f"Weight {self.name!r} was {self.home.dtype} of shape {list(self.home.shape)} and "
+                    f"Weight {self.name!r} was {before.dtype} of shape {list(before.shape)} and "
                     f"is {self.master.dtype} of shape {list(self.master.shape)} now, while a graph "
                     "waits for its backward or before an optimizer's step. Convert the module "
                     "between steps."
                 )
             self._address = address
-            is_at_home = address == self.home.data_ptr()
-            self.host = self.home if is_at_home else self.master.data
+            is_in_place = address == self.engine_memory.data_ptr()
+            self.current_memory = self.engine_memory if is_in_place else self.master.data
             self.replacements += 1
         return self.master._version + self.replacements
 
@@ -279,7 +297,7 @@ class Weight:
         """
         if self.lowering is not None and type(self.master) is nn.Parameter:
             return True
-        return self.master.data_ptr() != self._address and form_of(self.master) != form_of(self.home)
+        return self.master.data_ptr() != self._address and form_of(self.master) != form_of(self.engine_memory)
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:

@@ -53,6 +53,8 @@ class MasterAccess:
         if not work.done:
             self.stats.optimizer_waits += 1
         try:
+            if unit.update.to_begin is not None:
+                unit.update.to_begin.begin(in_place=False)
             self.backend.trace.join(work, "optimizer")
         finally:
             if work.done:  # an interrupt may have ended the wait
@@ -120,12 +122,12 @@ class MasterAccess:
         """Copy a weight to its master, and tell whether that has changed."""
         twin = weight.twin
         with untracked():
-            arrived = torch.empty_like(weight.host, dtype=weight.compute_dtype)
+            arrived = torch.empty_like(weight.current_memory, dtype=weight.compute_dtype)
             self.backend.download(as_bytes(arrived), as_bytes(twin.data)).join()
             self.finish_optimizer(weight.unit)
             self.stats.host_syncs += 1
             # A write may leave the values as they were: clamping often does.
-            if torch.equal(as_bytes(arrived), as_bytes(weight.host.to(arrived.dtype))):
+            if torch.equal(as_bytes(arrived), as_bytes(weight.current_memory.to(arrived.dtype))):
                 twin.note_unchanged()
                 return False
             assert not weight.lowered, "what writes to a weight gets it as it is"

@@ -13,7 +13,7 @@ from sp_lightning.pipeline.window.arrangement import Arrangement
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
-class Room:
+class DeviceBudget:
     """The device memory for weights, gradients and activations.
 
     Attributes:
@@ -30,7 +30,7 @@ class Room:
         self._meter = meter
 
     @property
-    def budget(self) -> int | None:
+    def nbytes(self) -> int | None:
         """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
         layout, user_budget = self.arrangement.layout, self.arrangement.budget
         memory = None if user_budget is not None else self._backend.memory()

@@ -84,7 +84,7 @@ class States:
                 optimizer.state.pop(parameter, None)
 
 
-class Living:
+class StayingUnits:
     """Moves units to the device and back, with gradients and optimizer state, in all processes at the same moment."""
 
     def __init__(self, device: torch.device, states: States, processes: Processes | None) -> None:

@@ -55,7 +55,7 @@ def may_change(value: Any) -> bool:
     return not (kind in _PLAIN or isinstance(value, (nn.Module, *_BY_IDENTITY)))
 
 
-class Look:
+class Snapshot:
     """A look at modules and at the arguments of their call, before a forward ([Note: what a look compares])."""
 
     def __init__(self, modules: Sequence[nn.Module], given: Sequence[Any]) -> None:
@@ -75,7 +75,7 @@ class Look:
         """Yield pictures, each with a number and the meaning of a difference."""
         generators = pickle.dumps((random.getstate(), numpy.random.get_state()))
         yield (0, "draws random numbers that are not torch's"), generators
-        yield (0, "changes what it is given"), self._picture([*self._given])
+        yield (0, "changes what it is given"), self._digest([*self._given])
         for number, module in enumerate(self._modules):
             if _parts_of(module) is None:
                 yield (number, "has slots, or is a dict, which cannot be compared"), object()
@@ -85,9 +85,9 @@ class Look:
             for name, value in {**others, **vars(module)}.items():
                 if name not in STATE_OF_MODULES:
                     difference = f"changes its attribute {name!r} (or that cannot be compared)"
-                    yield (number, difference), self._picture([value])
+                    yield (number, difference), self._digest([value])
 
-    def _picture(self, waiting: list[Any]) -> object:
+    def _digest(self, waiting: list[Any]) -> object:
         """Return the contents of values, to be compared; if they are unknown, an object that is equal to no other."""
         picture: list[object] = []
         self._seen.append(waiting)
