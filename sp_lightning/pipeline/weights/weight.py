@@ -72,7 +72,7 @@ def outdated_graph_error(what: str) -> RuntimeError:
 
 
 class Life(enum.Enum):
-    """What a twin's leaf is to the program, which may keep it; `become` alone changes it.
+    """The role of a twin's leaf for the program, which may keep the leaf; only `become` changes it.
 
     DEPARTED <---> IN_USE ----> IN_GRAPHS
     """
@@ -88,7 +88,7 @@ class Life(enum.Enum):
 class Twin:
     """A weight on the device: tensors over a unit's place, which does not change until weights are placed again."""
 
-    changes_class = True  # whether the class of its leaf tells what that is to the program
+    changes_class = True  # whether the class of its leaf tells the leaf's role
 
     def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
@@ -119,12 +119,12 @@ class Twin:
         self.note_unchanged()
 
     def _point_leaf(self) -> None:
-        # The leaf's own setter is passed by: dynamo would compile it, and torch 2.14 cannot.
+        # This bypasses the leaf's own setter: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
         become(Life.IN_USE if self.weight.leaf_count else Life.DEPARTED, [self])
 
     def stop_watching(self) -> None:
-        """Have the leaf tell nothing of its uses any more."""
+        """Stop the leaf from reporting its uses."""
         self.weight.leaf_class = EagerLeaf
         become(self.life, [self])
 
@@ -160,7 +160,7 @@ class Twin:
 
 
 def become(life: Life, twins: Iterable[Twin]) -> None:
-    """Set what the leaves of twins are to the program from now on; those of quantized weights keep their class."""
+    """Set the role of the leaves of twins; those of quantized weights keep their class."""
     for twin in twins:
         assert twin.life is not Life.IN_GRAPHS, twin.weight.name
         twin.life = life
@@ -171,7 +171,7 @@ def become(life: Life, twins: Iterable[Twin]) -> None:
 class Handle:
     """What autograd saves in place of a weight, or of a view of one: an alias of its fixed place.
 
-    The place may be given to another unit between forward and backward. So backward unpacks a handle, makes sure that
+    The engine may give a place to another unit between forward and backward. So backward unpacks a handle, makes sure that
     the weight is on the device, and reads it there (activations/saved.py).
 
     Attributes:
@@ -236,9 +236,9 @@ class Weight:
         # For each cast in graphs that may have a backward, the twin whose leaf gets the gradients of that cast.
         self.casts: dict[object, Twin] = {}
         self.cast_in = 0  # the number of the graph with the last cast
-        # Sees uses under autocast; None when nobody guards the master.
+        # The object that sees uses under autocast; None while the master is not guarded.
         self.lowering: UsesUnderAutocast | None = None
-        # Whether the engine has dropped the gradient after an optimizer's step has used it, and nobody has zeroed it.
+        # Whether the engine has dropped the gradient that an optimizer's step has used, and it was not zeroed since.
         self.has_used_gradient = False
         self.replacements = 0  # how often the master was found in other memory
         # Whether a forward has written to the weight in a way that torch does not count.
@@ -299,7 +299,7 @@ class Weight:
         self.twins_in_graphs.clear()
 
     def leave_host(self) -> None:
-        """Release host memory: the weight stays on the device, or nothing streams it any more."""
+        """Release host memory: the weight stays on the device, or is not streamed any more."""
         self.current_memory = self.engine_memory = torch.empty(0, dtype=self.dtype, device="cpu")
         self.stays_on_device = True
         self.has_used_gradient = False  # its `.grad` is the user's from now on
@@ -308,7 +308,7 @@ class Weight:
     def locate_master(self) -> int:
         """Locate the master, which `p.data = ...` may have put into other memory, or back; return its version.
 
-        The engine's memory keeps its values: who swaps an average in keeps the weights there (`backup = p.data`).
+        The engine's memory keeps its values: code that swaps an average in keeps the weights there (`backup = p.data`).
         """
         address = self.master.data_ptr()
         if address != self._address:
@@ -338,5 +338,5 @@ class Weight:
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return all by which tensors with the same values may differ."""
+    """Return all properties in which tensors with the same values may differ."""
     return tensor.dtype, tensor.shape, tensor.device, tensor.stride()
