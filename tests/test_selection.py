@@ -86,7 +86,8 @@ def plain_tests(name: str) -> list[str]:
 
 def needs_much(name: str) -> bool:
     """Whether it needs a device, or several processes."""
-    return any(path.parent.name == "gpu" or "in_processes(" in path.read_text() for path, _ in named_tests(name))
+    signs = ("pytest.mark.gpu", "second_device.build import", "in_processes(")
+    return any(sign in path.read_text(encoding="utf-8") for path, _ in named_tests(name) for sign in signs)
 
 
 def promises() -> list[tuple[str, list[str]]]:
