@@ -77,7 +77,7 @@ def test_an_exception_detaches(tmp_path: Path) -> None:
         def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
             raise KeyboardInterrupt
 
-    trainer = build("Trainer", tmp_path, streams=True)
+    trainer = build("Trainer", tmp_path, streams=True, gradient_accumulation_steps=2)
     trainer.add_callback(Fails())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
