@@ -9,16 +9,16 @@
 made when they are asked for, as their libraries take seconds to import.
 
 [Note: names of transformers and accelerate]
-Nothing public says that a model places itself. So these names, which are private or without a documentation, are relied
-on. `tests/test_transformers.py` fails if one of them changes.
+No public API says that a model places itself. So this file relies on these names, which are private or undocumented.
+`tests/test_transformers.py` fails if one of them changes.
 
 - `Trainer.create_accelerator_and_postprocess` is called once in `__init__`, before a model is placed or prepared.
 - `Trainer._move_model_to_device` alone moves the Trainer's model.
 - `Accelerator.prepare` calls the `prepare_model` of its own object, by which each model of a Trainer passes: the one
   that is trained, in `train`, after the optimizer was made; those of a reference and of a reward, in `__init__`.
-- `Accelerator.clip_grad_norm_`, of its object, is what clips. That of accelerate 1.15 reads all gradients to find out
-  whether one is distributed, and so does the Trainer of transformers 5.24, once, if `_mixed_mesh_grads` is None.
-- `TrainingArguments._n_gpu` is what the Trainer itself sets to 1 for models that lie on several devices.
+- `Accelerator.clip_grad_norm_`, of its object, clips. That of accelerate 1.15 reads all gradients to find out whether
+  one is distributed, and so does the Trainer of transformers 5.24, once, if `_mixed_mesh_grads` is None.
+- The Trainer itself sets `TrainingArguments._n_gpu` to 1 for models that are on several devices.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SuperpipelineTrainerMixin:
         pipelines: The pipelines of the models that stream now, the one that is trained last.
 
     Raises:
-        ValueError: If the Trainer's arguments ask for what does not go with streaming.
+        ValueError: If the Trainer's arguments do not go with streaming.
     """
 
     args: Any
@@ -66,7 +66,7 @@ class SuperpipelineTrainerMixin:
     ) -> None:
         self.streaming = streaming or PipelineOptions()
         self.pipelines: list[Pipeline] = []
-        self._streamed_others: list[nn.Module] = []  # that were prepared before training
+        self._streamed_others: list[nn.Module] = []  # models that were prepared before training
         self._streamed_scope: ExitStack | None = None
         args: Any = named.get("args")
         if isinstance(model, str) and hasattr(args, "model_init_kwargs"):
@@ -125,7 +125,7 @@ class SuperpipelineTrainerMixin:
 
     @contextmanager
     def _while_streaming(self) -> Iterator[None]:
-        """Stream models in this scope, and detach them at its end, whatever happens. An inner scope does nothing."""
+        """Stream models in this scope, and detach them at its end, also after an error. An inner scope does nothing."""
         if self._streamed_scope is not None:
             yield
             return
@@ -173,7 +173,7 @@ def _check(trainer: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the class that streams the models of a Trainer: `SuperpipelineSFTTrainer` of TRL's `SFTTrainer`."""
+    """Make the class that streams the models of a Trainer: `SuperpipelineSFTTrainer` for TRL's `SFTTrainer`."""
     trainer = name.removeprefix("Superpipeline")
     if trainer == name or not name.endswith("Trainer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -252,7 +252,7 @@ def test_the_workflow_has_the_oldest_versions():
     python = project["requires-python"].removeprefix(">=")
     assert f'python-version: "{python}"' in job
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["examples"], *extras["trl"]]
+    lines = {*project["dependencies"], *extras["recipes"], *extras["trl"]}
     named = "torch|(pytorch-)?lightning|transformers|accelerate|peft|trl"
     promised = [line for line in lines if re.match(named, line) and ">=" in line]
     assert len(promised) == 7
@@ -267,9 +267,7 @@ def test_declared_dependencies_are_those_imported():
     def names(lines: list[str]) -> set[str]:
         return {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
 
-    optional = names(
-        [line for extra in ("cli", "examples", "fast") for line in project["optional-dependencies"][extra]]
-    )
+    optional = names([line for extra in ("cli", "fast", "recipes") for line in project["optional-dependencies"][extra]])
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     found -= {*sys.stdlib_module_names, "sp_lightning", "lightning_fabric"}  # the last comes with pytorch-lightning
     assert found - optional == names(project["dependencies"])

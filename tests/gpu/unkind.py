@@ -52,6 +52,7 @@ PAGEABLE = {
     "check_program/observer.py: _note": "what is compared",
     "check_program/observer.py: digest": "what is compared",
     "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
+    "optim/one_kernel.py: _compile": "updates are compiled, once",
     "optim/optimizers.py: _loaded": "a checkpoint is loaded",
     "pipeline/activations/snapshots.py: _digest": "the first calls of a unit that recomputes are looked at",
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
