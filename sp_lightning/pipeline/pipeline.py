@@ -17,6 +17,7 @@ from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, 
 from sp_lightning.pipeline.calls.masters import in_graphs
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.engine import Engine, Planner
+from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
@@ -144,10 +145,8 @@ class Pipeline:
             continues_last_step: Whether it is for a backward pass of the last step, although that has had one.
         """
         self._check_attached()
-        with (
-            self._calls.alone(),
-            self._calls.step(look_for_new_parameters=True, continues_last_step=continues_last_step),
-        ):
+        opener = Opener.LAST_STEP if continues_last_step else Opener.PROGRAM
+        with self._calls.alone(), self._calls.step(opener):
             yield
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
