@@ -20,8 +20,6 @@ from sp_lightning.transformers import SuperpipelineTrainerMixin
 from tests.hf_trainers import CASES, build, everything, llama, rows, same
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
-PLAIN = ("Trainer", "SFT", "DPO")
-"""What a plain run shows; the others are alike."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +29,7 @@ def environment() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in PLAIN else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_runs_have_the_numbers_of_plain_ones(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After training, the model is a plain one; evaluated again, it streams again."""
     read, show = [], Gradient.show
@@ -58,7 +54,6 @@ def test_runs_have_the_numbers_of_plain_ones(case: str, tmp_path: Path, monkeypa
     assert len(read) <= (len(list(trainer.model.parameters())) if trainer.args.gradient_accumulation_steps > 1 else 0)
 
 
-@pytest.mark.slow
 def test_a_run_is_resumed(tmp_path: Path) -> None:
     """From a checkpoint of a plain run, and from one of its own."""
     seen = []
@@ -89,7 +84,6 @@ def test_an_exception_detaches(tmp_path: Path) -> None:
     assert trainer.args.n_gpu == 1
 
 
-@pytest.mark.slow
 def test_grpo_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a reference streams beside the model."""
     llama().save_pretrained(tmp_path / "model")
