@@ -133,23 +133,21 @@ def _step(step: Pass) -> None:
     weight = memory.weight
     in_bf16 = weight.dtype == memory.gradient.dtype == torch.bfloat16
     gradient = scaled(memory.gradient, step.scaling, in_bf16)
-    kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)]
-    first, second = [
-        moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept
-    ]  # fmt: skip
+    kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)][: step.update.moments]
+    moments = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
     # see [Note: ties] in codecs.py
-    has_ties = memory.low is not None and memory.second_scale is None
-    master = load_weight(weight, memory.low, second if has_ties else None)
+    has_ties = memory.low is not None and memory.second is not None and memory.second_scale is None
+    master = load_weight(weight, memory.low, moments[-1] if has_ties else None)
     if has_ties:
-        second.abs_()
-    step.update.by_torch(step.group, step.step, master, gradient, first, second)
+        moments[-1].abs_()
+    step.update.by_torch(step.group, step.step, master, gradient, *moments)
     del gradient  # its memory is needed, see BYTES_MEANWHILE
     if memory.copy is not None:
         memory.copy.copy_(master)
     was_up = store_weight(memory, master, has_ties)
     if was_up is not None:
-        second.view(torch.int32).add_(was_up, alpha=-(1 << 31))
-    for (moment, scales), value in zip(kept, (first, second), strict=True):
+        moments[-1].view(torch.int32).add_(was_up, alpha=-(1 << 31))
+    for (moment, scales), value in zip(kept, moments, strict=True):
         if scales is not None:
             pack(moment, scales, value, step.seed, step.ranges)
         elif value is not moment:
