@@ -2,7 +2,7 @@
 
 A small model is trained plainly, and then streamed in every way. Losses, the gradients of the first step and the
 weights after the last one are compared. On an accelerator, the CPU's AdamW rounds in another way than the GPU's, as
-torch's kernels do: weights that it updates may differ by that, and nothing else may.
+torch's kernels do: weights that the CPU updates may differ by that, and by nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEPS = 8
 _UPLOADS = 64
 _ON_GPU = "updated on the GPU"
 _STAYS = "stays on the GPU"
-# of the largest weight: so far apart may two kernels for AdamW be after these steps
+# two kernels for AdamW may be this far apart after these steps, as a part of the largest weight
 _ROUNDING = 1e-5
 
 
@@ -47,11 +47,11 @@ class _Placed(Planner):
 
 
 class _Trained(NamedTuple):
-    """What a run has brought, in CPU memory."""
+    """The results of a run, in CPU memory."""
 
     first: Sequence[Tensor]  # the loss and the gradients of the first step
     weights: Sequence[Tensor]
-    words: str  # what it took
+    words: str  # its costs
     placed: int = 0  # GPU updates, and units that stay on the GPU
 
 
@@ -119,7 +119,7 @@ def _train(
     pipeline = None if options is None else Pipeline(model, device, options=options, planner=planner)
     if pipeline is None:
         model.to(device)
-    # above most gradients, or Adam would take the rounding of the smallest for their sign
+    # epsilon is above most gradients, or Adam would take the rounding of the smallest for their sign
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, fused=on_cpu or None)
     first: list[Tensor] = []
     begins: list[float] = []
@@ -150,7 +150,7 @@ def _train(
 
 
 def _judge(plain: _Trained, streamed: _Trained, device: torch.device, places: bool) -> tuple[bool, str]:
-    """Tell whether a way is right, and say how its numbers compare; one that `places` units has to have done so."""
+    """Tell whether a way is right, and say how its numbers compare; a way that `places` units must have placed some."""
     if places and not streamed.placed:
         return False, "NO UNIT WAS THERE"
     same = len(plain.first) == len(streamed.first) and all(map(torch.equal, plain.first, streamed.first))

@@ -1,8 +1,9 @@
 """`sp-lightning fit|validate|test|predict|plan|check`, and recipes: the strategy from the command line.
 
-The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
-model would take, without the machine for it (see `planning/report.py`), or with rates of the machine that there is
-(see `planning/rates.py`); `check` compares numbers there with plain training's. A recipe is a script of examples/.
+The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts the costs
+of a model, without the machine for it (see `planning/report.py`), or with measured rates of this machine (see
+`planning/rates.py`). `check` compares numbers on this machine with those of plain training. A recipe is a script of
+examples/.
 
 Nothing else imports this module. All commands but `check` and recipes need jsonargparse, which the extra
 `sp-lightning[cli]` installs.
@@ -110,7 +111,7 @@ def main() -> int:
     except argparse.ArgumentError as error:
         return _fail(in_one_sentence(error), 2)
     except (OSError, ValueError) as error:
-        # what our own command was given, or files that it cannot use; else what the strategy's constructor refused
+        # the error is about an argument of our own command, or its files; else the strategy's constructor refused one
         refused = re.findall(r"  - (`\w+=.*)", str(error))
         if command != "plan" and not refused:
             raise
@@ -217,7 +218,7 @@ def _plan(arguments: Sequence[str]) -> None:
     if options.measure:
         rates |= measure()
     if any(each.partition("=")[0] == "--compute" for each in arguments):
-        rates.pop("compute_at_best", None)  # that of another speed
+        rates.pop("compute_at_best", None)  # it belongs to another speed
     parser.set_defaults(rates)
     options = parser.parse_args(arguments)
     module = _module(name, parser, options) if is_class else named_model(name)
@@ -234,7 +235,7 @@ def _plan(arguments: Sequence[str]) -> None:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    """Return a plan as plain data: each row has its assumptions, and what a step takes if one fits."""
+    """Return a plan as plain data: each row has its assumptions, and the costs of a step if one fits."""
     return {
         "title": report.title,
         "best": report.rows.index(report.best),

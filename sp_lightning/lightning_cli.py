@@ -42,12 +42,12 @@ def in_the_namespace_of_the_model(call: Callable[[str], Result]) -> Result:
     except argparse.ArgumentError as error:
         if 'Parser key "model"' not in str(error):
             raise
-    # the model belongs to neither, or to the first: then the data is what does not belong there
+    # the model belongs to neither, or to the first: then the data does not belong there
     raise in_first
 
 
 def in_one_sentence(error: argparse.ArgumentError) -> str:
-    """Say what is wrong with an argument; of a class, without jsonargparse's list of all types that it has tried."""
+    """Say what is wrong with an argument. For a class, leave out jsonargparse's list of all types that it has tried."""
     text = re.sub(rf"(?<=required: )({'|'.join(RUNS)})\.model", "--model", str(error))
     option = re.match(r'Parser key "(model|data)"', text)
     cause = cause_of(error)
@@ -86,7 +86,7 @@ def command_line(namespace: str) -> Any:
 
 
 def arguments_of_cli(namespace: str) -> dict[str, Any]:
-    """Return what a LightningCLI is made with: our strategy is its default, and it raises what is wrong."""
+    """Return the arguments of a LightningCLI: our strategy is its default, and it raises its errors."""
     raises = {"exit_on_error": False}
     return {
         "trainer_defaults": {"strategy": {"class_path": STRATEGIES[namespace]}},

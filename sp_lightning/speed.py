@@ -1,4 +1,4 @@
-"""`sp-lightning check --speed`: how fast a machine is, in three minutes, as one line to send.
+"""`sp-lightning check --speed`: the speed of a machine, measured in three minutes, as one line to send.
 
 It measures rates of the machine and steps of one decoder: plainly if it fits, and streamed within two memory budgets.
 The line has no path and no name of a person or a machine, so that it can be pasted into a public form.
@@ -28,11 +28,11 @@ from sp_lightning.pipeline.host_memory import total_host_memory, usable_cores
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.planning.rates import measure
 
-_SECONDS = 40.0  # that the steps of a run may take
+_SECONDS = 40.0  # the time that the steps of a run may take
 _WARM_UP, _STEPS = 5, 10  # the planner has chosen after the first ones
-_BYTES = 16  # for a parameter in mixed precision with AdamW
+_BYTES = 16  # bytes for a parameter in mixed precision with AdamW
 _OF_RAM, _OF_GPU = 0.5, 0.7  # shares that the decoder may need
-_BUDGETS = (0.25, 0.5)  # streamed runs, as shares of what plain training needs
+_BUDGETS = (0.25, 0.5)  # budgets of streamed runs, as shares of the memory that plain training needs
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Roughly, how many there are."""
+        """The approximate number of parameters."""
         return 12 * self.layers * self.width**2 + self.vocabulary * self.width
 
 
@@ -93,11 +93,11 @@ class _Decoder(nn.Module):
 
 
 def speed(device: torch.device, tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure a machine, tell what is going on, and return the figures, of which the last line is the JSON.
+    """Measure a machine, report the progress, and return the figures; the last line is their JSON.
 
     Args:
         device: The GPU, or the CPU.
-        tell: What is called with each line.
+        tell: A function that gets each line.
     """
     on_cpu = device.type == "cpu"
     memory = None if on_cpu else _memory_of(device)
@@ -150,7 +150,7 @@ def _that_fits(shape: Shape, memory: int | None) -> Shape:
 
 
 def _measured(shape: Shape, device: torch.device, budget: int | None) -> dict[str, Any]:
-    """Train for some steps, plainly if there is no budget; return what a step took."""
+    """Train for some steps, plainly if there is no budget; return the costs of a step."""
     try:
         with _attached(shape, device, budget) as (model, pipeline):
             seconds = _seconds_of_steps(model, device, shape)

@@ -33,7 +33,6 @@ def test_it_passes_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert lines[-1].endswith("the CPU: the numbers of plain training in all ways")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_numba")
 def test_it_needs_no_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing package is not a wrong number, and torch's own kernels update the units that visit."""
@@ -42,7 +41,6 @@ def test_it_needs_no_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert sum("56 GPU updates" in line for line in lines) == 2
 
 
-@pytest.mark.slow
 def test_what_cannot_happen_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a CPU whose AdamW has other bits than the kernels: units are updated elsewhere, and nothing is wrong."""
     for module in ("check", "optim.of_torch"):

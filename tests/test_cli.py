@@ -198,7 +198,6 @@ def test_without_jsonargparse(monkeypatch, capsys):
     assert [main(command.split()) for command in ("--help", "--version", "check cpu")] == [0, 0, 0]
 
 
-@pytest.mark.slow
 def test_the_program_runs(tmp_path):
     """As users start it; the script that pip makes calls the same function."""
     root = Path(__file__).resolve().parents[1]

@@ -250,9 +250,11 @@ def test_the_workflow_has_the_oldest_versions():
     job = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8").partition("  oldest:\n")[2]
     python = project["requires-python"].removeprefix(">=")
     assert f'python-version: "{python}"' in job
-    lines = [*project["dependencies"], *project["optional-dependencies"]["recipes"]]
-    promised = [line for line in lines if re.match("torch|(pytorch-)?lightning|transformers", line) and ">=" in line]
-    assert len(promised) == 4
+    extras = project["optional-dependencies"]
+    lines = {*project["dependencies"], *extras["recipes"], *extras["trl"]}
+    named = "torch|(pytorch-)?lightning|transformers|accelerate|peft|trl"
+    promised = [line for line in lines if re.match(named, line) and ">=" in line]
+    assert len(promised) == 7
     for line in promised:
         assert " " + line.split(",")[0].replace(">=", "==") in job
 

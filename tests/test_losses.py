@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,8 +29,8 @@ from transformers import (
 
 from sp_lightning import chunked_cross_entropy, loss_in_slices, superpipeline
 
+from .drawing import random_programs
 from .helpers import Run, assert_same_story
-from .selection import draws
 from .zoo.blocks import WIDTH, Block, Chain
 
 IGNORED = -100
@@ -78,8 +78,9 @@ def distance(actual: Tensor, truth: Tensor) -> float:
     return float((actual.detach().double() - truth).abs().max() / truth.abs().max())
 
 
-@settings(max_examples=draws(100))
-@given(
+@random_programs(
+    4,
+    of=25,
     shape=st.lists(st.integers(1, 4), max_size=3).map(tuple),
     vocabulary=st.integers(1, 40),
     reduction=st.sampled_from(["mean", "sum", "none"]),
@@ -257,7 +258,6 @@ CAUSAL = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", CAUSAL)

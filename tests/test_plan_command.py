@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -60,8 +61,9 @@ def run(command: str) -> str:
     return printed.getvalue()
 
 
+@cache
 def planned(arguments: str) -> Report:
-    """What a command plans for."""
+    """What a command plans for; a plan of a large model takes seconds."""
     reports = []
 
     def noted(*args, **options):
@@ -90,7 +92,6 @@ def test_the_document_shows_what_is_printed():
         assert run(command) == output, f"`python {Path(__file__).name}` writes it anew"
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -102,10 +103,12 @@ def test_the_document_shows_what_is_printed():
     ],
 )
 def test_published_sizes(name, parameters):
-    report = planned(f"{name} --precision bf16-true --activations recompute")
-    assert report.title == name
-    assert report.sizes.startswith(f"{parameters:,} parameters in ")
-    assert report.best.step.device_bytes < 24 * 2**30
+    assert sum(weight.numel() for weight in named_model(name).parameters()) == parameters
+    if parameters < 2e9:
+        report = planned(f"{name} --precision bf16-true --activations recompute")
+        assert report.title == name
+        assert report.sizes.startswith(f"{parameters:,} parameters in ")
+        assert report.best.step.device_bytes < 24 * 2**30
 
 
 def test_all_models_that_are_built_in():
@@ -115,7 +118,6 @@ def test_all_models_that_are_built_in():
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 has other names for parts of models")
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Phi-4", "Gemma-3-4B-it", "Qwen3-30B-A3B", "DINOv2-giant"])
 def test_shapes_are_those_of_the_library(name):
     """Written by a script, which compares all; the plan is the same, with adapters, too."""
@@ -154,7 +156,6 @@ def test_gpus_as_people_call_them(name, gpu):
     assert gpu_named(name) == gpu
 
 
-@pytest.mark.slow
 def test_speed_is_a_range():
     """From the lowest to the highest share of the peak; the search is for the lowest, and searches for the highest."""
     report = planned("Qwen3-1.7B --gpu 4090 --tokens 8192 --host_memory 64GiB")
@@ -206,7 +207,6 @@ def test_assumptions_change_the_plan():
     assert slow.seconds > 10 * fast.seconds
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -232,7 +232,6 @@ def test_nothing_fits(arguments, says):
     assert all(line.startswith("It fits ") and "tokens/s" in line for line in helps)
 
 
-@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("arguments", "changes"),
     [
@@ -242,8 +241,7 @@ def test_nothing_fits(arguments, says):
         ),
         ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
-        ("Qwen3-8B --host_memory 16GiB --lora 16", ["on a machine with 24.0 GiB of GPU memory and 22.0 GiB of RAM"]),
-        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with"]),
+        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 8.0 GiB of RAM"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
         ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),
     ],
@@ -255,8 +253,9 @@ def test_a_remedy_has_been_planned(arguments, changes):
     assert len(report.remedies) == len(changes)
     for (change, row), begin in zip(report.remedies, changes, strict=True):
         assert change.startswith(begin)
-        again = plan(named_model(arguments.split()[0]), row.given)
-        assert again.rows[0].step == row.step is not None
+        assert row.step is not None
+    again = plan(named_model(arguments.split()[0]), report.remedies[0][1].given)
+    assert again.rows[0].step == report.remedies[0][1].step
 
 
 def test_a_plan_for_scripts():
@@ -367,7 +366,6 @@ def test_a_name_that_is_misspelled_is_answered_with_the_nearest(capsys):
     assert "nearest names that are built in: Qwen3-8B, Qwen3-4B" in capsys.readouterr().err
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("memory", "moments", "all_on_host", "staying"),
     [
@@ -427,7 +425,6 @@ def test_options_are_shown_as_they_are_documented(capsys):
     assert not re.search(r"--\w*_", printed)
 
 
-@pytest.mark.slow
 def test_the_ladder_of_host_memory():
     """Each rung takes less; the step on the host falls with what the optimizer reads and writes."""
     rungs = planned("Llama-3.1-8B --optimizer_on host").rows

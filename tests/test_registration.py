@@ -56,7 +56,6 @@ print(sp_lightning.SuperpipelineStrategy.__module__)
 """
 
 
-@pytest.mark.slow
 def test_names_are_registered_in_what_is_imported_later(python):
     """By whatever finds them; nobody sees who has loaded them, and the first one's classes are those of the package."""
     code = """
@@ -72,7 +71,6 @@ def test_names_are_registered_in_what_is_imported_later(python):
     assert module == "sp_lightning.lightning"
 
 
-@pytest.mark.slow
 def test_a_plan_imports_nothing_that_takes_seconds():
     code = """
 import sys
@@ -86,7 +84,6 @@ print(main(), slow & sys.modules.keys())
     assert printed.splitlines()[-1] == "0 set()"
 
 
-@pytest.mark.slow
 def test_the_engine_works_without_lightning(python):
     code = """
         import sys
@@ -104,7 +101,6 @@ def test_the_engine_works_without_lightning(python):
     assert "pip install -U lightning" in python(code)
 
 
-@pytest.mark.slow
 def test_pytorch_lightning_trains(python):
     """Names are registered in the namespace that was loaded."""
     code = """

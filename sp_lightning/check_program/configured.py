@@ -32,9 +32,9 @@ class ConfiguredProgram:
     that nothing is logged or saved).
 
     Args:
-        namespace: That of the LightningModule.
+        namespace: The namespace of the LightningModule.
         arguments: The command line.
-        device: Where to compute.
+        device: The device to compute on.
         steps: Number of optimizer steps, if there is data for as many.
 
     Raises:
@@ -91,7 +91,7 @@ class ConfiguredProgram:
                 self._release()
 
     def _release(self) -> None:
-        """Let go of what was built: the memory is for the next run."""
+        """Let go of all built objects: the next run needs the memory."""
         cli = self._cli
         cli.model = cli.datamodule = cli.trainer = cli.config_init = None
 
@@ -107,7 +107,7 @@ class ConfiguredProgram:
 
 
 def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
-    """Return a class of LightningCLI that builds what is configured, and runs nothing by itself."""
+    """Return a class of LightningCLI that builds the configured objects, and runs nothing by itself."""
 
     class BuildingCLI(base):  # type: ignore[misc]
         # arguments of the Trainer: those that win, and those of the configuration

@@ -1,39 +1,44 @@
 """A pass by torch's operations, for weights on an accelerator, in the formats of codecs.py.
 
-What lies in fp32 is updated where it lies; of what lies in fewer bytes there is a copy in fp32 meanwhile. The update
-itself is torch's own code, so it rounds as plain training does there. Nothing waits for the device. NaN stays NaN, but
-which of its bits are set is not promised.
+Tensors in fp32 are updated in place; tensors in fewer bytes have a copy in fp32 meanwhile. The update itself is torch's
+own code, so it rounds as plain training does there. The host never waits for the device. NaN stays NaN, but which of
+its bits are set is not promised.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import GROUP
-from sp_lightning.optim.rules import Memory, Pass, Scaling
+from sp_lightning.optim.one_kernel import is_possible, run_as_one_kernel
+from sp_lightning.optim.rules import Memory, Pass, Rule, Scaling
 
 PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
 
 BYTES_MEANWHILE = 24
-"""What each of them takes of the device's memory at most, while it is stepped."""
+"""The most bytes of the device's memory that each of these elements takes while it is stepped."""
 
 
 def bytes_of_step(numbers: int) -> int:
-    """Return the bytes of device memory that a step of so many elements takes, beside what it reads and writes."""
+    """Return the bytes of device memory that a step of these elements takes, besides its inputs and results."""
     return BYTES_MEANWHILE * min(PIECE, numbers)
 
 
+_SPREADS = 0x9E3779B9 - (1 << 32)  # see `codecs.noise`; signed
+
+
 class Effort(NamedTuple):
-    """What a pass takes of a device.
+    """The costs of a pass on a device.
 
     Attributes:
-        kernels: How many it launches, one after the other.
+        kernels: Number of kernels that it launches, one after the other.
         nbytes: Bytes of the device's memory that these read and write for each element.
     """
 
@@ -44,8 +49,12 @@ class Effort(NamedTuple):
     def of(cls, has_halves: bool, has_codes: bool) -> Effort:
         """Return the effort for masters in one tensor or in two halves, and for moments in fp32 or in codes.
 
-        The gradient is in bf16 and scaled once, as if clipped, and the new weights are put in their place.
+        The gradient is in bf16 and scaled once, as if clipped, and the new weights are put in their place. What is in
+        fp32 alone may be torch's own optimizer's, and counts as that.
         """
+        if is_possible() and (has_halves or has_codes):
+            nbytes = 19 if has_codes else 30
+            return cls(2, nbytes if has_halves else 21)
         if has_codes:
             return cls(47, 301) if has_halves else cls(38, 233)
         return cls(22, 161) if has_halves else cls(7, 52)
@@ -66,13 +75,13 @@ def step_on_device(step: Pass) -> None:
 def together(steps: Sequence[Pass]) -> list[Pass]:
     """Return passes over neighbors as one, with the same bits, as long as these are no more than a piece.
 
-    Beside those that compute, each kernel waits for its turn, so few are better.
+    Next to kernels that compute, each kernel waits for its turn, so few are better.
     """
     rows: list[list[Pass]] = []
     joined = 0  # elements of the last row
     for step in steps:
         size = step.memory.weight.numel()
-        if size == 0:  # there is nothing to do, and no memory that could be a neighbor's
+        if size == 0:  # there is nothing to do, and no memory with neighbors
             continue
         if rows and joined + size <= PIECE and _goes_on(rows[-1][-1], step):
             rows[-1].append(step)
@@ -84,7 +93,7 @@ def together(steps: Sequence[Pass]) -> list[Pass]:
 
 
 def _goes_on(last: Pass, step: Pass) -> bool:
-    """Tell whether a pass does what the last one does, and its memory, but for gradients, begins where that's ends."""
+    """Tell whether a pass continues the last one: the same update, in memory (except for gradients) right behind it."""
     is_alike = (last.update, last.step, last.scaling) == (step.update, step.step, step.scaling)
     if not is_alike or last.group is not step.group:
         return False
@@ -108,7 +117,7 @@ def _is_neighbor(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _joined(row: Sequence[Pass]) -> Pass:
-    """Return one pass over all of these, which lie one behind the other."""
+    """Return one pass over all of these, which are one behind the other in memory."""
     first = row[0].memory
     whole: dict[str, Tensor] = {}
     for name in Memory._fields:
@@ -121,7 +130,7 @@ def _joined(row: Sequence[Pass]) -> Pass:
 
 
 def part_of(memory: Memory, begin: int, end: int) -> Memory:
-    """Return the part of memory that is a range's, flat; of codes, it begins where a group does."""
+    """Return the part of memory of a range, flat; in codes, the range begins with a group."""
     groups = groups_in(begin, end)
     tensors = [None if tensor is None else flat(tensor)[begin:end] for tensor in memory[:6]]
     scales = [None if tensor is None else tensor[groups] for tensor in memory[6:]]
@@ -129,18 +138,41 @@ def part_of(memory: Memory, begin: int, end: int) -> Memory:
 
 
 def _step(step: Pass) -> None:
-    memory = step.memory
+    # torch's optimizers keep torch's bits; an update of one moment is a few operations anyway
+    may_be_one = "moments" in step.group and step.update.moments == 2 and step.memory.weight.numel() % GROUP == 0
+    if may_be_one and run_as_one_kernel(step, operate):
+        return
+    by_torch = partial(step.update.by_torch, step.group, step.step)
+    _operate(step.memory, step.scaling, _Parts(by_torch, partial(_random, step), _through_bf16))
+
+
+def operate(memory: Memory, rule: Rule, scaling: Scaling, seed: Tensor) -> None:
+    """Run a pass by operations that can be compiled to one kernel."""
+    _operate(memory, scaling, _Parts(partial(_by_rule, rule), partial(_noise, seed), _to_bf16))
+
+
+class _Parts(NamedTuple):
+    """The operations of a pass that differ if they are to be one kernel."""
+
+    update: Callable[..., None]
+    noise: Callable[[Tensor], Tensor]
+    to_bf16: Callable[[Tensor], Tensor]
+
+
+def _operate(memory: Memory, scaling: Scaling, parts: _Parts) -> None:
+    """Read a piece, update its weights and moments in place, in fp32, and write it."""
     weight = memory.weight
     in_bf16 = weight.dtype == memory.gradient.dtype == torch.bfloat16
-    gradient = scaled(memory.gradient, step.scaling, in_bf16)
-    kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)][: step.update.moments]
+    gradient = scaled(memory.gradient, scaling, parts.to_bf16 if in_bf16 else None)
+    kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)]
+    kept = kept[: 1 if memory.second is None else 2]
     moments = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
     # see [Note: ties] in codecs.py
     has_ties = memory.low is not None and memory.second is not None and memory.second_scale is None
     master = load_weight(weight, memory.low, moments[-1] if has_ties else None)
     if has_ties:
         moments[-1].abs_()
-    step.update.by_torch(step.group, step.step, master, gradient, *moments)
+    parts.update(master, gradient, *moments)
     del gradient  # its memory is needed, see BYTES_MEANWHILE
     if memory.copy is not None:
         memory.copy.copy_(master)
@@ -149,22 +181,57 @@ def _step(step: Pass) -> None:
         moments[-1].view(torch.int32).add_(was_up, alpha=-(1 << 31))
     for (moment, scales), value in zip(kept, moments, strict=True):
         if scales is not None:
-            pack(moment, scales, value, step.seed, step.ranges)
+            pack(moment, scales, value, parts.noise)
         elif value is not moment:
             moment.copy_(value)
+
+
+def _by_rule(rule: Rule, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+    """Make a step in place by the operations of torch's fused kernels."""
+    gradient = gradient + rule.penalty * weight
+    change, rate = gradient - first, rule.first_rate
+    first.copy_(torch.where(rate < 0.5, first + rate * change, gradient - (1 - rate) * change))
+    second.mul_(rule.second_decay).add_(rule.second_rate * gradient * gradient)
+    divisor = second.sqrt() / rule.correction + rule.eps
+    weight.mul_(rule.decay).sub_(rule.lr * first / divisor)
+
+
+def _noise(seed: Tensor, rows: Tensor) -> Tensor:
+    """Return a number between -1 and 0 for each element, of which its value and the step decide."""
+    return (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
+
+
+def _random(step: Pass, rows: Tensor) -> Tensor:
+    """Return a number between -1 and 0 for each element, which depends on its place in its weight alone."""
+    below = torch.empty_like(rows)
+    parts = torch.split(below.view(-1), [size for _, size in step.ranges])
+    for (begin, _), part in zip(step.ranges, parts, strict=True):
+        part.uniform_(generator=torch.Generator(rows.device).manual_seed(step.seed + begin))
+    return below.sub_(1)
 
 
 # ------------------------------------------------------------------------------------------ gradients and masters
 
 
-def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
-    """Return a gradient in fp32, scaled; it may be the one given, which is only read."""
+def scaled(gradient: Tensor, scaling: Scaling, to_bf16: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return a gradient in fp32, scaled, and each time rounded. It may be the argument itself, which is only read."""
     g = gradient.float()
     for factor in (scaling.factor, scaling.then):
         if isinstance(factor, Tensor) or factor != 1:
             g = g * factor
-            g = g.bfloat16().float() if in_bf16 else g
+            g = g if to_bf16 is None else to_bf16(g)
     return g
+
+
+def _through_bf16(numbers: Tensor) -> Tensor:
+    return numbers.bfloat16().float()
+
+
+def _to_bf16(numbers: Tensor) -> Tensor:
+    """Round as casts do, which a compiler would leave out: nothing is kept in bf16."""
+    bits = numbers.view(torch.int32)
+    rounded = bits + (((bits >> 16) & 1) + 0x7FFF) & -0x10000
+    return torch.where(numbers == numbers, rounded.view(torch.float32), numbers)
 
 
 def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tensor:
@@ -181,12 +248,12 @@ def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tens
 
 
 def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
-    """Write a master. Return where it lay in the middle and was rounded up, if a sign bit is to tell."""
+    """Write a master. If a sign bit is to tell, return the elements that were in the middle and were rounded up."""
     if memory.low is None:
         if p is not memory.weight:
             memory.weight.copy_(p)
         return None
-    # of every NaN the bits that `.bfloat16()` makes of it
+    # every NaN has the bits that `.bfloat16()` makes of it
     bits = p.masked_fill_(p != p, math.nan).view(torch.int32)
     memory.low.view(torch.int16).copy_(bits)
     if not has_sign:
@@ -199,13 +266,13 @@ def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
 # --------------------------------------------------------------------------------------------------------- the moments
 
 
-# No bits are promised of what is in codes: how these divide, and what they join, the kernels leave to their compiler.
+# No bits are promised for codes: the kernels' compiler decides how they divide, and which operations it joins.
 
 
 def unpack(moment: Tensor, scales: Tensor) -> Tensor:
-    """Return what flat codes stand for, in fp32: they are of whole groups, or of one that is not whole."""
+    """Return the values of flat codes in fp32: those of whole groups, or of one that is not whole."""
     value = moment.float()
-    rows = value.view(len(scales), -1)
+    rows = value.view(scales.shape[0], -1)
     if moment.dtype == torch.uint8:
         rows.add_(1).mul_(scales[:, None] / 256).square_()
     else:
@@ -214,24 +281,16 @@ def unpack(moment: Tensor, scales: Tensor) -> Tensor:
     return value
 
 
-def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, ranges: Sequence[tuple[int, int]]) -> None:
-    """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten.
-
-    What is random for an element depends on its place in its weight alone, of which `ranges` tell.
-    """
-    rows, codes = value.view(len(scales), -1), moment.view(len(scales), -1)
+def pack(moment: Tensor, scales: Tensor, value: Tensor, noise: Callable[[Tensor], Tensor]) -> None:
+    """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten."""
+    rows, codes = value.view(scales.shape[0], -1), moment.view(scales.shape[0], -1)
     if moment.dtype == torch.uint8:
         rows.sqrt_()
         torch.amax(rows, 1, out=scales)
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
-        # at random up or down; what is below the first one is cut to it
-        below = torch.empty_like(rows)
-        parts = torch.split(below.view(-1), [size for _, size in ranges])
-        for (begin, _), part in zip(ranges, parts, strict=True):
-            part.uniform_(generator=torch.Generator(rows.device).manual_seed(seed + begin))
-        below.sub_(1)
-        codes.copy_(rows.mul_(factor[:, None]).add_(below).clamp_(min=0))
+        # at random up or down; values below the first code become the first one
+        codes.copy_(rows.mul_(factor[:, None]).add_(noise(rows)).clamp_(min=0))
     else:
         divisor = rows.abs()
         torch.amax(divisor, 1, out=scales)
@@ -243,12 +302,12 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: int, ranges: Seque
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor without gaps, as they lie in memory."""
+    """Return all elements of a tensor without gaps, in their order in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def groups_in(begin: int, end: int) -> slice:
-    """Return the groups of codes in a range, which begins where one does."""
+    """Return the groups of codes in a range, which begins with a group."""
     return slice(begin // GROUP, math.ceil(end / GROUP))
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim.layout import State, check_group, is_compact, make_state
+from sp_lightning.optim.layout import GROUP, State, check_group, is_compact, make_state
 from sp_lightning.optim.on_device import load_weight
 from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Pass, SignUpdate, Update
 
 COMPACT = "compact"
-"""The name of what only the last param group of a checkpoint of compact state has: words for who meets it."""
+"""The key that only the last param group of a checkpoint of compact state has; its value explains that to a reader."""
 
 
 class AdamW(Optimizer):
@@ -26,9 +26,9 @@ class AdamW(Optimizer):
         params: Parameters, FP32 or BF16, on the CPU or an accelerator, or param groups of them.
         lr: The learning rate.
         betas: Decay of the first and the second moment.
-        eps: What is added to the root of the second moment.
+        eps: The number that is added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        moments: "fp32", or "int8", which is near.
+        moments: "fp32", or "int8", whose results are close to those.
     """
 
     update: ClassVar[Update] = Update(is_decoupled=True)
@@ -49,7 +49,7 @@ class AdamW(Optimizer):
                 f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case. "
                 "docs/optimizers.md has what it takes."
             )
-        # which takes, and refuses, the same options
+        # torch's Adam accepts and refuses the same options
         torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
         super().__init__(params, options)
@@ -82,6 +82,16 @@ class AdamW(Optimizer):
         increment_version(stepped)
         return loss
 
+    def compile_updates(self, device: torch.device) -> None:
+        """Compile what updates weights on an accelerator, if it can be compiled: one small update of each kind."""
+        for group in self.param_groups if device.type != "cpu" else ():
+            for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
+                for of_gradient in {dtype, torch.bfloat16}:
+                    weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
+                    gradient = torch.zeros_like(weight, dtype=of_gradient)
+                    copy = None if of_gradient == dtype else torch.zeros_like(gradient)
+                    run(passes_of(self.update, group, [Work(weight, gradient, {}, copy)]))
+
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
         trained = [p for p in group["params"] if p.requires_grad]
@@ -96,9 +106,9 @@ class AdamW(Optimizer):
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a checkpoint. Compact state comes with a param group more, for which torch's optimizers refuse it.
+        """Return a checkpoint. Compact state comes with one more param group, so that torch's optimizers refuse it.
 
-        They pass over state whose name they do not know, and would go on without it.
+        They ignore state whose name they do not know, and would otherwise go on without it.
         """
         saved = super().state_dict()
         if any(map(is_compact, saved["state"].values())):
@@ -147,7 +157,7 @@ def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: boo
 
 
 def _loaded(saved: State, state: State) -> State:
-    """Copy what was saved into state that was made."""
+    """Copy saved state into newly made state."""
     if saved.keys() != state.keys():
         raise ValueError(
             f"The checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}. "
@@ -162,7 +172,7 @@ def _loaded(saved: State, state: State) -> State:
 
 
 class Adam(AdamW):
-    """Adam, as `AdamW` but for weight decay, which is added to the gradient."""
+    """Adam: like `AdamW`, except that weight decay is added to the gradient."""
 
     update = Update(is_decoupled=False)
 

@@ -172,9 +172,9 @@ class Pipeline:
             self._story.add_up_with_others()
 
     def meet_processes(self, places: bool = True) -> None:
-        """Have all processes use what the first one has written to weights, and place weights alike if asked.
+        """Have all processes use the first one's edits of weights, and place weights alike if asked.
 
-        All of them call it before each training step, and where code of users may have written to weights.
+        All of them call it before each training step, and wherever user code may have written to weights.
         """
         self._check_attached()
         self._placement.meet(places)
@@ -192,8 +192,8 @@ class Pipeline:
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent.
 
-        This happens whatever is under way. What fails meanwhile (a pending optimizer step, say), or an interrupt, is
-        raised afterwards.
+        This happens even while work is under way. An error of that work (a pending optimizer step, say), or an
+        interrupt, is raised afterwards.
         """
         if self not in _attached or self.is_forked:
             return
@@ -211,7 +211,7 @@ class Pipeline:
     def _finish(self) -> None:
         """Finish what is under way; drop it if that fails."""
         engine = self._parts
-        # An interrupt may have ended the engine's own work, or a step, of which torch tells nobody.
+        # An interrupt may have ended the engine's own work, or a step, and torch does not report that.
         engine.at_work.abandon()
         optimizer_steps.depth = 0
         try:
@@ -235,7 +235,7 @@ class Pipeline:
             self._restore()
         except BaseException:
             self._parts.drop_work()
-            self._restore()  # an interrupt may have come in the middle: what it has kept from being done is done now
+            self._restore()  # an interrupt may have come in the middle: the parts that it has skipped run now
             raise
 
     def _restore(self) -> None:
@@ -269,7 +269,7 @@ class Pipeline:
 
     @property
     def arrangement(self) -> Arrangement:
-        """The units, and where their weights currently lie."""
+        """The units, and the current places of their weights."""
         return self._parts.arrangement
 
     @property
@@ -288,7 +288,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return what to pass to `backward(inputs=...)`: each master replaced by what stands for it in the graph."""
+        """Return the `inputs` for `backward`: the edges that stand for a master in the graph replace it."""
         return in_graphs(tensors)
 
     @contextmanager

@@ -12,7 +12,7 @@ from sp_lightning.pipeline.window.places import WindowPlan
 
 @dataclass(frozen=True)
 class Summary:
-    """The plan of a pipeline, and what it takes at the moment; `str()` of it is a table."""
+    """The plan of a pipeline, and the memory that it takes at the moment; `str()` of it is a table."""
 
     device: str  # the device that forward and backward run on
     units: int  # the number of units, each of `k_prime` neighbors

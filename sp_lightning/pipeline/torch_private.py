@@ -1,12 +1,12 @@
 """The private torch APIs that the engine needs, each with the reason why no public one serves.
 
-`tests/pipeline/test_torch_private.py`, or a test of what needs it, fails when one of them changes. All else is public
-torch, or is used where it is needed because torch itself relies on it across packages: `torch.utils._pytree`,
+`tests/pipeline/test_torch_private.py`, or a test of the feature that needs it, fails when one of them changes. All else
+is public torch, or is used where it is needed because torch itself relies on it across packages: `torch.utils._pytree`,
 `torch.utils._python_dispatch`, `torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and
 `_version`, the dictionaries in which modules and parameters keep their hooks, and of modules `_parameters`, `_buffers`,
 `_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an RNN's `_flat_weights`.
-What is private in `GradScaler` is overridden in trainer/precision.py; what is private in Lightning is gathered in
-trainer/__init__.py.
+trainer/precision.py overrides the private parts of `GradScaler`; trainer/__init__.py gathers the private parts of
+Lightning.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the saved-tensor hooks that autograd would call now.
 
-    Autograd calls only the innermost pair. Ours must pass on what is not a weight to the pair below, or a user's
-    `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
+    Autograd calls only the innermost pair. Ours must pass tensors that are not weights on to the pair below, or a
+    user's `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
     """
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the id of the backward pass that this thread runs a node of; -1 outside. A reentrant one has its own."""
+"""Return the id of the backward pass whose node this thread runs; -1 outside. A reentrant pass has its own."""
 
 
 def in_backward() -> bool:
@@ -53,7 +53,7 @@ def in_backward() -> bool:
 
 
 running_node: Callable[[], Node | None] = torch._C._current_autograd_node
-"""Return the node of a backward pass that this thread runs, or whose hooks it does; None outside of backward."""
+"""Return the node of a backward pass that this thread runs, or whose hooks it runs; None outside of backward."""
 
 
 def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
@@ -97,7 +97,7 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 
 @contextmanager
 def untracked() -> Iterator[None]:
-    """Compute on values alone: what is made is plain and has no history, and no class is asked about operations."""
+    """Compute on values alone: the results are plain and have no history, and no class is asked about operations."""
     with torch.inference_mode(False), torch.no_grad(), without_torch_function():
         yield
 
@@ -117,15 +117,15 @@ def register_builtin(function: Callable[..., Any], original: Callable[..., Any])
 
 
 def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., Any]]:
-    """Return what binds `apply` of custom autograd Functions to their classes: one of C, or a classmethod of Python."""
+    """Return a function that binds `apply` of custom autograd Functions (C's, or a Python classmethod) to a class."""
     apply: Any = vars(kind)["apply"]
     return lambda cls: apply.__get__(None, cls)
 
 
 def replace_wrapped(wrapper: Any, function: Any) -> Any:
-    """Have a wrapper of torch's call another function than the one that it wraps, which is returned.
+    """Have a wrapper of torch's call another function, and return the one that it wrapped.
 
-    Programs that have imported the wrapper by its name, before this package, would not see another in its place.
+    Programs that imported the wrapper by its name before this package would not see another wrapper in its place.
     """
     wrapper.__closure__[0].cell_contents = function
     return wrapper.__wrapped__
@@ -155,7 +155,7 @@ _PARTS_OF_SPARSE = ("_indices", "_values", "crow_indices", "ccol_indices", "col_
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor consists of: those that it contains, or only itself.
 
-    A sparse one has no storage. What it lies in has a public name only for some layouts, and if it is coalesced.
+    A sparse tensor has no storage. Its parts have public names only for some layouts, and if it is coalesced.
     """
     if contains_others(tensor):
         container: Any = tensor
@@ -176,7 +176,7 @@ _PLAIN = (Tensor, nn.Parameter)
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss.
 
-    Torch's private function passes classes with `__torch_function__` by; `untyped_storage()` asks them.
+    Torch's private function bypasses classes with `__torch_function__`; `untyped_storage()` asks them.
     """
     if type(tensor) not in _PLAIN:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):  # it has no memory yet
@@ -191,7 +191,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def alias_count(tensor: Tensor) -> int:
-    """Return how many tensors lie in a tensor's storage; Python sees only those that are objects.
+    """Return how many tensors share a tensor's storage; Python sees only those that are objects.
 
     Torch counts the storage's own object as well, once there is one.
     """
@@ -234,7 +234,7 @@ _ZERO_GRADS = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad
 def zeroing() -> bool | None:
     """Return the `set_to_none` of torch's `zero_grad` if that has asked a guard for a gradient; else None.
 
-    Of a weight without a gradient `zero_grad` asks for it and does no more, and no hook tells that it was called.
+    For a weight without a gradient, `zero_grad` asks for that and does no more, and no hook tells that it was called.
     """
     frame = sys._getframe(3)  # below this function, the guard and `__torch_function__`
     if frame.f_code not in _ZERO_GRADS:
@@ -243,14 +243,14 @@ def zeroing() -> bool | None:
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the same attributes, of which others can take the place; torch copies state as well."""
+    """Return an optimizer with the same attributes, which others can replace there; torch would copy state as well."""
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
     return stand_in
 
 
 def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[Tensor, dict[str, Any]]], None]:
-    """Return what runs the `step` of an optimizer's class, with hyperparameters, for the parameters of a given state.
+    """Return a function that runs the `step` of an optimizer's class, with hyperparameters, for a state's parameters.
 
     It calls the function below torch's wrapper around `step`: it runs many times for parts of a unit, and neither hooks
     nor the profiler should take these for steps of the user's. No public name leads there.
@@ -294,9 +294,9 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
 def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     """Have torch's allocator map freed memory to where it is needed next, unless the user has configured it.
 
-    It would otherwise cut what stays from large free blocks, whose rest is too small for what is as large again. Public
-    is an environment variable alone, which the user would have to set before torch is imported. Some virtual devices
-    cannot map memory, and only say so when memory is asked for, on a stream for which nothing was allocated before.
+    It would otherwise cut tensors that stay from large free blocks, and the rest would be too small for another large
+    one. The only public way is an environment variable that the user would have to set before torch is imported. Some
+    virtual devices cannot map memory, and only say so at an allocation, on a stream that has none yet.
     """
     if sys.platform != "linux" or torch.version.cuda is None:
         return
@@ -342,7 +342,7 @@ def call_before_compiling(action: Callable[[], None]) -> None:
     computes with tensors where it otherwise uses Python numbers. Dynamo's own callbacks come too late.
     """
     session = getattr(torch.compiler, "_compile_session_context", None)
-    if session is None:  # in this torch it is true only for what is being traced
+    if session is None:  # in this torch it is true only for code that is being traced
         return
 
     @contextmanager

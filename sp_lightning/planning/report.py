@@ -1,4 +1,4 @@
-"""`sp_lightning.plan(module)`: whether a model can be trained on a machine, how fast, and what to type for that."""
+"""`sp_lightning.plan(module)`: whether a model can be trained on a machine, how fast, and with which arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONG_TIMES = ((172_800, 86_400, "days"), (5_400, 3_600, "hours"), (90, 60, "min
 _HEAD = f"{'':<34}{'GPU memory':>11}{'RAM':>11}{'step':>11}  bottleneck"
 _PLACES = {"device": "GPU memory", "host": "RAM"}
 _WIDTH = 110
-_RANK = 16  # of the adapters that are planned where all weights do not fit
+_RANK = 16  # rank of the adapters that are planned if training all weights does not fit
 _GIB = 2**30
 _NANOSECOND = 1e-9
 _BOTTLENECKS = {
@@ -53,12 +53,12 @@ class Row:
     """One way to train, and the fastest step with it."""
 
     given: Assumptions
-    # with the host memory of the step that takes most; None if nothing fits
+    # the fastest step, with the host memory of the step that takes most; None if nothing fits
     step: Prediction | None
     # the same for a device that reaches its best speed; None if that is not known
     at_best: Prediction | None = None
     error: TooLittleMemory | None = None  # why nothing fits
-    units: int = 0  # of the model
+    units: int = 0  # number of units of the model
     has_logits: bool = False  # whether it makes logits, over a vocabulary
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Row:
         )
 
     def missing(self, reason: str = "") -> str:
-        """Return what memory is missing, with a reason for what is needed; nothing if a step fits."""
+        """Return the missing memory as a sentence, with a reason for the need; nothing if a step fits."""
         error = self.error
         if error is None:
             return ""
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that are needed of the memory that is too small, with what stays free of it; 0 if a step fits.
+        """Bytes that are needed of the memory that is too small, with its part that stays free; 0 if a step fits.
 
         In whole GiB, if it is at least one.
         """
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def memory(self) -> str:
-        """What a step needs of GPU memory and CPU memory."""
+        """The GPU memory and CPU memory that a step needs."""
         given, step = self.given, self.step
         assert step is not None
         return (
@@ -119,11 +119,11 @@ class Row:
 
     @property
     def living(self) -> int:
-        """How many units stay on the device; what is resident is none."""
+        """The number of units that stay on the device, without the resident one."""
         return 0 if self.step is None else sum(number < self.units for number in self.step.choice.living)
 
     def choice(self) -> str:
-        """Return what the planner has chosen."""
+        """Return the planner's choice as a phrase."""
         step = self.step
         assert step is not None
         policies = Counter(way.policy for way in step.choice.ways)
@@ -141,7 +141,7 @@ class Row:
         return f"Of {self.units} units, {', '.join(places)}. Activations: {ways}."
 
     def code(self) -> str:
-        """Return what to type in Python: only arguments that are not the default."""
+        """Return the code in Python, with only those arguments that are not the default."""
         given = self.given
         of_strategy = _typed(given, _OF_STRATEGY)
         strategy = f"SuperpipelineStrategy({', '.join(of_strategy)})" if of_strategy else "'superpipeline'"
@@ -161,8 +161,8 @@ class Report:
 
     title: str  # the model's name, and the machine's
     sizes: str
-    rows: Sequence[Row]  # as it is asked for, then with more compact moments
-    # if nothing fits, changes with which it does: each has been planned
+    rows: Sequence[Row]  # the requested row, then those with more compact moments
+    # if nothing fits, changes with which training fits: each has been planned
     remedies: Sequence[tuple[str, Row]] = ()
 
     @property
@@ -179,7 +179,7 @@ class Report:
         return "\n\n".join(parts)
 
     def answer(self) -> str:
-        """Return the answer in one sentence, then how fast it is, or what would help."""
+        """Return the answer in one sentence, then the speed, or the remedies."""
         best, step = self.best, self.best.step
         if step is None:
             assert best.error is not None
@@ -256,7 +256,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
 
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
-    """Yield a change of what was asked for with which it fits, if there is one, and a machine on which it fits."""
+    """Yield a change of the request with which it fits, if there is one, and a machine on which it fits."""
     for change, given in _changes(first, last):
         row = plan_row(module, given)
         if row.step is not None:
@@ -303,7 +303,7 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
 
 
 def _typed(given: Assumptions, usual: Mapping[str, tuple[str, object]]) -> list[str]:
-    """Return the arguments that are not as usual, as they are typed."""
+    """Return the arguments with unusual values, as they are typed."""
     values = {argument: getattr(given, field) for argument, (field, _) in usual.items()}
     return [f"{name}={value!r}" for name, value in values.items() if value != usual[name][1]]
 

@@ -33,9 +33,9 @@ def keep_units_on_device(
     some_may_wait: bool,
     micro_steps: int,
 ) -> float | None:
-    """Keep as few units on the device as CPU memory requires; return what gradients may take of it then.
+    """Keep as few units on the device as CPU memory requires; return the CPU memory that gradients may take then.
 
-    Nothing is known about activations yet, so all other device memory is left to them. None if it does not fit.
+    Activations are not measured yet, so all other device memory is left to them. None if it does not fit.
     """
     device_room, free = pipeline.budget, available_host_memory()
     is_free = pipeline.options.optimizer_on == "auto"

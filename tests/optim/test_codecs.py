@@ -13,7 +13,9 @@ from sp_lightning.optim.layout import GROUP, make_state
 from sp_lightning.optim.on_device import groups_in, pack, store_weight, unpack, whole_and_rest
 from sp_lightning.optim.rules import Kind, Memory
 
-pytest.importorskip("numba")
+from .parts import needs_numba
+
+pytestmark = needs_numba
 HALF = 1 << 16
 EDGES = (0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF)  # subnormals, infinity, NaN
 TIES = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
@@ -54,13 +56,17 @@ def test_split_keeps_every_bit(moments):
         assert torch.equal(weight.view(torch.int16), rounded)
 
 
+def uniform(rows: Tensor) -> Tensor:
+    return torch.rand(rows.shape) - 1
+
+
 def packed(value: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Pack a moment; its codes, scales, and what it is then."""
     moment, scales = torch.zeros(value.shape, dtype=codes), torch.zeros(-(-value.numel() // GROUP))
     back = torch.zeros(value.shape)
     for begin, end in whole_and_rest(value.numel()):
         part, groups = slice(begin, end), groups_in(begin, end)
-        pack(moment[part], scales[groups], value[part].clone(), 0, [(begin, value[part].numel())])
+        pack(moment[part], scales[groups], value[part].clone(), uniform)
         back[part] = unpack(moment[part], scales[groups])
     return moment, scales, back
 
@@ -105,7 +111,7 @@ def test_nothing_is_never_the_largest_code(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
     codes, scales, values = torch.zeros(GROUP, dtype=torch.uint8), torch.zeros(1), torch.zeros(GROUP)
     values[-1] = 1.0
-    pack(codes, scales, values, 0, [(0, values.numel())])
+    pack(codes, scales, values, uniform)
     assert codes[0] == 0
 
 

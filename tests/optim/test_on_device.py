@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,22 +14,71 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning import optim
-from sp_lightning.optim import on_device, passes
-from sp_lightning.optim.layout import BLOCK
+from sp_lightning.optim import on_device, one_kernel, passes
+from sp_lightning.optim.layout import BLOCK, GROUP
 from sp_lightning.optim.on_device import Effort, step_on_device
 from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
-from .parts import CASES, assert_near, assert_same_bits, compare
+from .parts import CASES, assert_near, assert_same_bits, compare, needs_numba
 
-pytest.importorskip("numba")
+pytestmark = needs_numba
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize(("cls", "options", "scaling", "dtype"), CASES)
 def test_no_bit_differs(cls: Any, options: Any, scaling: Any, dtype: Any, moments: str) -> None:
     compare(cls, {"moments": moments, **options}, scaling, dtype, torch.device("cpu"))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", range(4))
+def test_one_kernel_is_near(monkeypatch: pytest.MonkeyPatch, case: int) -> None:
+    """As inductor compiles it for the CPU: in all formats, for whole groups, and the rest by torch's operations."""
+    monkeypatch.setattr(one_kernel, "_WITHOUT", set())
+    cls, options, scaling, dtype = CASES[(1, 5, 2, 4)[case]]
+    moments = "int8" if case > 1 else "fp32"
+    compare(cls, {"moments": moments, **options}, scaling, dtype, torch.device("cpu"), is_one=True)
+    assert not one_kernel._WITHOUT
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_kernel_takes_any_number_of_groups_anywhere(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Of one weight or several, in one memory, whatever the surroundings: it is not compiled again."""
+    compiled = []
+    compile_one = one_kernel._compile
+    monkeypatch.setattr(one_kernel, "_WITHOUT", set())
+    monkeypatch.setattr(one_kernel, "_compile", lambda *layout: compiled.append(layout) or compile_one(*layout))
+    for sizes in [[1], [7, 2, 1], [64]]:
+        steps, memory = steps_in_line([GROUP * size for size in sizes], "int8", dtype)
+        expected, by_kernels = steps_in_line([GROUP * size for size in sizes], "int8", dtype)
+        passes._run_kernels(expected)
+        (step,) = on_device.together(steps)
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            assert one_kernel.run_as_one_kernel(step, on_device.operate)
+        moved = memory.second.int() - by_kernels.second.int()
+        assert abs(moved.float().mean()) < 3 * len(moved) ** -0.5, "the noise is even"
+        assert_near(memory, by_kernels)
+    assert len(compiled) <= 1
+
+
+def test_without_a_compiler_torchs_operations_update(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried once, and the log has one line."""
+    monkeypatch.setattr(one_kernel, "_WITHOUT", set())
+    monkeypatch.setattr(one_kernel, "_compile", lambda *_: [][1])
+    one_kernel._kernel_of.cache_clear()
+    for moments in ("int8", "fp32"):
+        steps, memory = steps_in_line([4 * GROUP + 3], moments, torch.bfloat16)
+        step_on_device(*steps)
+        monkeypatch.setattr(one_kernel, "_WITHOUT", {"cpu"})
+        expected, theirs = steps_in_line([4 * GROUP + 3], moments, torch.bfloat16)
+        step_on_device(*expected)
+        assert_same_bits(memory, theirs)
+    (record,) = caplog.records
+    assert "cannot compile updates on the GPU (IndexError: list index out of range)" in record.getMessage()
 
 
 def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +119,12 @@ class Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pass_takes_as_much_of_a_device_as_plans_count(dtype: torch.dtype, moments: str) -> None:
+def test_a_pass_takes_as_much_of_a_device_as_plans_count(
+    dtype: torch.dtype, moments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a gradient in bf16 that is scaled, and a copy of the weights put in their place."""
+    at_best = Effort.of(has_halves=dtype == torch.bfloat16, has_codes=moments == "int8")
+    monkeypatch.setattr(one_kernel, "_WITHOUT", {"cpu", "cuda"})
     size = 8 * BLOCK
     weight, gradient, place = (torch.ones(size, dtype=kind) for kind in (dtype, torch.bfloat16, torch.bfloat16))
     copy = None if dtype == torch.bfloat16 else torch.empty_like(gradient)
@@ -83,6 +137,11 @@ def test_a_pass_takes_as_much_of_a_device_as_plans_count(dtype: torch.dtype, mom
     effort = Effort.of(has_halves=dtype == torch.bfloat16, has_codes=moments == "int8")
     assert kernels.count == effort.kernels
     assert kernels.nbytes / size == pytest.approx(effort.nbytes, rel=0.05)
+    # one kernel reads and writes each number once
+    once = sum(tensor.nbytes for tensor in step.memory._replace(copy=None) if tensor is not None)
+    once += sum(tensor.nbytes for tensor in step.memory._replace(gradient=None) if tensor is not None)
+    if at_best != effort:
+        assert at_best.nbytes == math.ceil(once / size) + 4
 
 
 def steps_in_line(sizes: Sequence[int], moments: str, dtype: torch.dtype) -> tuple[list[Pass], Memory]:

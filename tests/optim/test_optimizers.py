@@ -16,9 +16,10 @@ from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import GROUP, moment_in
 
 from ..helpers import torchs_defaults
+from .parts import needs_numba
 
 SIZES = ((3,), (13,), (70, 33), (5, 64))
-pytest.importorskip("numba")
+pytestmark = needs_numba
 
 
 def bits(tensor):
@@ -364,7 +365,6 @@ def test_state_and_gradients_of_other_shapes_are_refused_as_torch_refuses_them(n
                 optimizer.step()
 
 
-@pytest.mark.slow
 def test_compiling_a_kernel_is_said_once(tmp_path):
     """In a process with an empty cache; one with a full cache has nothing to wait for. Neither sees other threads."""
     code = (

@@ -66,8 +66,8 @@ class WaitingGradients:
     def limit(self, host_bytes: float, is_first: bool = True) -> None:
         """Limit the host memory that gradients take before there is a plan.
 
-        Before the first step of an optimizer the smallest limit holds, as not all of them know of its state. Later ones
-        follow the memory that is free.
+        Before the first step of an optimizer the smallest limit holds, as not all limits consider its state. Later
+        limits follow the memory that is free.
         """
         self.host_bytes = min(self.host_bytes, host_bytes) if is_first else host_bytes
 
@@ -116,8 +116,8 @@ def _no_room(name: str, nbytes: int, on_host: float, on_device: float) -> Runtim
 def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
     """Add a gradient to the one that waits on the device, in the master's dtype, as autograd would; or begin with it.
 
-    With `more_comes` the first gradient is copied, as sums are written in place. So is one that shares its memory: a
-    Function may return a view of a weight, whose place another unit gets.
+    With `more_comes` the first gradient is copied, because sums are written in place. A gradient that shares its memory
+    is copied, too: a Function may return a view of a weight, whose place another unit gets.
     """
     before, like = gradient.tensor, gradient.weight.layout
     if before is not None:

@@ -3,9 +3,9 @@
 The guard of weights lets both pass.
 
 [Note: forks]
-A forked process, as a loader's worker is one, has the thread that forked it and no other, and locks that our threads
-held at that moment. Whatever waits there for one of ours would wait forever. So it reads a weight whose value is there,
-and gets an error for all else.
+A forked process, such as a loader's worker, has only the thread that forked it, and locks that our threads held at that
+moment. Code that waits there for one of our threads would wait forever. So the process can read a weight whose value is
+there, and gets an error for all else.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _make_unit(tree: Tree, group: Sequence[nn.Module], resident_weights: Set[Wei
     unit.members = [_make_member(tree, module, unit, module.modules()) for module in group]
     weights = dict.fromkeys(entry.weight for member in unit.members for entry in member.every_entry)
     unit.weights = [weight for weight in weights if weight not in resident_weights]
-    # what is stepped is sent in one copy
+    # the weights that an optimizer updates are sent in one copy
     unit.weights.sort(key=lambda weight: weight.master.requires_grad)
     return unit
 
@@ -67,7 +67,7 @@ def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, owners: Itera
 
 
 def _add_other_entrances(tree: Tree, units: Sequence[Unit]) -> None:
-    """Make members of other parts of units that modules around these may call: a compiled self, or a module inside."""
+    """Make members of other parts of units that modules around units may call: a compiled self, or a module inside."""
     unit_around = {id(inner): unit for unit in units for member in unit.members for inner in member.module.modules()}
     entrances = {id(member.module) for unit in units for member in unit.members}
     for module in tree.root.modules():
@@ -83,7 +83,7 @@ def _add_other_entrances(tree: Tree, units: Sequence[Unit]) -> None:
 def _add_modules_outside(tree: Tree, units: Sequence[Unit], resident: Unit) -> list[Member]:
     """Make resident members of modules outside of units that may use weights: whole subtrees, and modules around units.
 
-    Those of the latter that own no weights are returned: they have no unit, and their calls open a step.
+    Modules around units that own no weights are returned: they have no unit, and their calls open a step.
     """
     entered = [member.module for unit in (*units, resident) for member in unit.members]
     in_units = {id(inner) for module in entered for inner in module.modules()}
