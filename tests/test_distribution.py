@@ -115,7 +115,6 @@ def home(copied) -> Path:
     return home
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_readme(home, tmp_path):
     """Exactly as printed, outside of the clone, in an environment of their own, to which only what is installed here is
     added, so that nothing is downloaded; the run is killed, and the same command continues it."""

@@ -171,8 +171,8 @@ def become(life: Life, twins: Iterable[Twin]) -> None:
 class Handle:
     """What autograd saves in place of a weight, or of a view of one: an alias of its fixed place.
 
-    The engine may give a place to another unit between forward and backward. So backward unpacks a handle, makes sure that
-    the weight is on the device, and reads it there (activations/saved.py).
+    The engine may give the place to another unit between forward and backward. So backward unpacks a handle, makes sure
+    that the weight is on the device, and reads it there (activations/saved.py).
 
     Attributes:
         alias: The tensor over the place.
