@@ -140,7 +140,12 @@ class LateGradients(DeferredTicket):
         nbytes: The bytes of all gradients.
     """
 
-    def __init__(self, name: str, gradients: Mapping[Gradient, Tensor], landing: LandingBuffers) -> None:
+    def __init__(
+        self,
+        name: str,
+        gradients: Mapping[Gradient, Tensor],
+        landing: LandingBuffers,
+    ) -> None:
         self.sources = list(gradients.values())
         weights = [gradient.weight for gradient in gradients]
         layout = GradientLayout(weights, [source.dtype for source in self.sources])

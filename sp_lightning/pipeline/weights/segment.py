@@ -22,9 +22,10 @@ from torch.autograd.graph import increment_version
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.processes.box import Box, written_by_follower
 from sp_lightning.pipeline.stats import Progress
-from sp_lightning.pipeline.torch_private import untracked, without_torch_function
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
