@@ -1,7 +1,8 @@
-"""What pyproject.toml cannot say: the repository's address in the metadata and in the README's links.
+"""What pyproject.toml cannot say: the repository's address in the README's links, and the recipes in the wheel.
 
 PyPI shows the README far from the files that it links to, so relative links become absolute ones there. All of it comes
-from one line, `repository` in pyproject.toml.
+from one line, `repository` in pyproject.toml. A clone has the recipes in examples/, an installed package in
+sp_lightning/recipes, where `sp-lightning finetune-chat` finds them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 LINK = re.compile(r"(\]\()((?!https?:|#)[^)\s]+)(\))")
@@ -45,10 +47,24 @@ def urls(address: str) -> dict[str, str]:
     }
 
 
+class BuildWithRecipes(build_py):
+    """Copies the recipes beside the package's own modules, but not for an editable install."""
+
+    def run(self) -> None:
+        """Build the package, and copy the recipes."""
+        super().run()
+        if not self.editable_mode:
+            recipes = Path(self.build_lib, "sp_lightning", "recipes")
+            self.mkpath(str(recipes))
+            for script in sorted((ROOT / "examples").glob("*.py")):
+                self.copy_file(str(script), str(recipes / script.name))
+
+
 if __name__ == "__main__":
     (repository,) = re.findall(r'(?m)^repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     setup(
         long_description=readme(repository),
         long_description_content_type="text/markdown",
         project_urls=urls(repository),
+        cmdclass={"build_py": BuildWithRecipes},
     )

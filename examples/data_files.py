@@ -59,7 +59,7 @@ def read_lines(path: str, skipped: Skipped) -> Iterator[tuple[str, dict[str, Any
 
 def object_in_line(path: str, number: int, line: bytes) -> dict[str, Any]:
     """Return the object that a line of a file describes."""
-    return checked_object(f"{path}, line {number}", parsed(path, number, line))
+    return checked_object(f"{path}, line {number}", parsed(path, number, line.strip()))
 
 
 def checked_object(place: str, entry: Any) -> dict[str, Any]:

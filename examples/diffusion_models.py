@@ -1,4 +1,4 @@
-"""Diffusion transformers for finetune_diffusion.py: a tiny one, and what is particular to four families of diffusers.
+"""Diffusion transformers for finetune_diffusion.py: a tiny one, and what is particular to five families of diffusers.
 
 A family says how its transformer is called, and what makes its inputs of captions and images. Latents are in the
 transformer's own scale, times between 0 (an image) and 1 (noise), and pixels between -1 and 1.
@@ -172,6 +172,31 @@ class Wan(Family):
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
 
+class QwenImage(Wan):
+    """Qwen-Image: patches of 2x2 latents come as a row of tokens, captions are masked, and latents are Wan's."""
+
+    guidance = 4.0
+    tokens = 512  # of a caption, with padding
+
+    def embed(self, pipeline: Any, captions: list[str], device: torch.device) -> dict[str, Tensor]:
+        """Return embeddings of one length, and which of them are no padding."""
+        text, mask = pipeline.encode_prompt(captions, device=device, max_sequence_length=self.tokens)
+        mask = text.new_ones(text.shape[:2]) if mask is None else mask.to(text.dtype)
+        missing = self.tokens - text.shape[1]
+        return {
+            "encoder_hidden_states": F.pad(text, (0, 0, 0, missing)),
+            "encoder_hidden_states_mask": F.pad(mask, (0, missing)),
+        }
+
+    def predict(self, model: nn.Module, latents: Tensor, time: Tensor, told: dict[str, Tensor]) -> Tensor:
+        """Return what the transformer says about noisy latents."""
+        patches = F.pixel_unshuffle(latents.squeeze(2), 2)
+        size = patches.shape[-2:]
+        shapes = [[(1, *size)]] * len(latents)
+        tokens = model(hidden_states=patches.flatten(2).mT, timestep=time, img_shapes=shapes, **told, return_dict=False)
+        return F.pixel_shuffle(tokens[0].mT.unflatten(2, size), 2).unsqueeze(2)
+
+
 class Tiny(Family):
     """A tiny transformer with random weights, for small gray images, which are their own latents."""
 
@@ -282,6 +307,7 @@ FAMILIES = {
     "SD3Transformer2DModel": SD3,
     "PixArtTransformer2DModel": PixArt,
     "WanTransformer3DModel": Wan,
+    "QwenImageTransformer2DModel": QwenImage,
 }
 
 
@@ -303,7 +329,7 @@ def family_of(model: str | None) -> Family:
     _, kind = parts.get("transformer", (None, None))
     if kind in FAMILIES:
         return FAMILIES[kind](model)
-    known = f"this recipe trains the transformers of FLUX.1, Stable Diffusion 3, PixArt and Wan ({', '.join(FAMILIES)})"
+    known = f"this recipe trains FLUX.1, Stable Diffusion 3, PixArt, Wan 2.1 and Qwen-Image ({', '.join(FAMILIES)})"
     if "unet" in parts:
         raise ValueError(
             f"{model} has a UNet, as SDXL and Stable Diffusion 1 and 2 do. These are small enough for most GPUs, and "

@@ -1,8 +1,8 @@
 """A training loop under Lightning Fabric: a causal language model whose weights need not fit in GPU memory.
 
-    python examples/fabric_loop.py                                       # a tiny model learns Python's manual
-    python examples/fabric_loop.py --model gpt2 --text my.txt --precision bf16-mixed --save gpt2.ckpt
-    python examples/fabric_loop.py --strategy auto                       # without streaming, for comparison
+    sp-lightning fabric-loop                                       # a tiny model learns Python's manual
+    sp-lightning fabric-loop --model gpt2 --text my.txt --precision bf16-mixed --save gpt2.ckpt
+    sp-lightning fabric-loop --strategy auto                       # without streaming, for comparison
 
 The loop accumulates gradients, clips them by their norm, and evaluates. Only the strategy comes from this package.
 """

@@ -3,12 +3,12 @@ r"""Fine-tune a language model, which need not fit in GPU memory, on chats: all 
 Chats go through the tokenizer's own template, several of them in one row, without attention across them; the loss
 covers what the assistant says. After each epoch, the model answers questions from chats that it has not seen.
 
-    python examples/finetune_chat.py                    # a tiny random model learns what some of HTTP's errors mean
-    python examples/finetune_chat.py --model Qwen/Qwen2.5-7B-Instruct --chats chats.jsonl --length 1024 \
+    sp-lightning finetune-chat                    # a tiny random model learns what some of HTTP's errors mean
+    sp-lightning finetune-chat --model Qwen/Qwen2.5-7B-Instruct --chats chats.jsonl --length 1024 \
         --precision bf16-true --optimizer int8 --save mine      # with 6 bytes a parameter instead of 16
-    python examples/finetune_chat.py --model Qwen/Qwen2.5-32B-Instruct --chats chats.jsonl --length 1024 \
+    sp-lightning finetune-chat --model Qwen/Qwen2.5-32B-Instruct --chats chats.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
-    python examples/finetune_chat.py --model Qwen/Qwen3-30B-A3B --chats chats.jsonl --length 2048 \
+    sp-lightning finetune-chat --model Qwen/Qwen3-30B-A3B --chats chats.jsonl --length 2048 \
         --train lora --dtype bfloat16 --save-adapters mine      # a mixture of experts: adapters on its attention
 
 Each line of `chats.jsonl` is `{"messages": [{"role": "user", "content": "..."}, ...]}`, as in data sets of the hub, or

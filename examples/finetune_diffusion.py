@@ -3,12 +3,13 @@ r"""Fine-tune a diffusion transformer, whole or with adapters (LoRA), whose weig
 Captions and images are encoded once, before training, by text encoders that are streamed, too. After each
 epoch, the model draws a grid of images, one column for each prompt.
 
-    python examples/finetune_diffusion.py       # a tiny transformer learns to draw digits from noise
-    python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 \
+    sp-lightning finetune-diffusion       # a tiny transformer learns to draw digits from noise
+    sp-lightning finetune-diffusion --model black-forest-labs/FLUX.1-dev --images FOLDER --side 512 \
         --train qlora --dtype bfloat16 --batch-size 1 --accumulate 4 --save-every 100 --resume --save-adapters mine \
         # `pip install diffusers accelerate bitsandbytes`; `--train lora` has a base of 16 bits
 
-The model is a pipeline of diffusers with a transformer: FLUX.1, Stable Diffusion 3, PixArt, Wan (as a model of images).
+The model is a pipeline of diffusers with a transformer: FLUX.1, Qwen-Image, Stable Diffusion 3, PixArt, Wan 2.1 (as a
+model of images).
 Each image of FOLDER has its caption in a text file beside it (`a.png`, `a.txt`), or in the folder's `metadata.jsonl`,
 `{"file_name": "a.png", "text": "what it shows"}`, as in data sets of the hub. `--save` writes the transformer for
 `from_pretrained`, with adapters merged, `--save-adapters` a file for `pipeline.load_lora_weights`.
@@ -250,7 +251,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, epochs=8, batch_size=None, lr=4e-3, lr_by_size=True)
     recipe.add_long_run(parser, "samples")
-    parser.add_argument("--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, SD3, PixArt, Wan")
+    parser.add_argument(
+        "--model", metavar="NAME", help="a pipeline of diffusers: FLUX.1, Qwen-Image, SD3, PixArt, Wan 2.1"
+    )
     parser.add_argument("--objective", choices=["flow", "noise"], help="what is predicted (default: as the model was)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="storage of the weights")
     parser.add_argument("--images", type=recipe.folder, metavar="FOLDER", help="images with captions")

@@ -9,11 +9,11 @@ CPU memory and stream them through GPU memory, a few blocks at a time:
 
 `main`, at the end of this file, does the same with options from the command line:
 
-    python examples/finetune_lm.py                              # a tiny random model, on any machine
-    python examples/finetune_lm.py --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
-    python examples/finetune_lm.py --strategy auto              # the same run without streaming, for comparison
-    python examples/finetune_lm.py --precision bf16-true --optimizer int8   # with 6 bytes a parameter instead of 16
-    python examples/finetune_lm.py --save-every 500 --resume                # continues where it was stopped
+    sp-lightning finetune-lm                              # a tiny random model, on any machine
+    sp-lightning finetune-lm --model gpt2 --text my.txt   # a model from the Hugging Face hub, your own text
+    sp-lightning finetune-lm --strategy auto              # the same run without streaming, for comparison
+    sp-lightning finetune-lm --precision bf16-true --optimizer int8   # with 6 bytes a parameter instead of 16
+    sp-lightning finetune-lm --save-every 500 --resume                # continues where it was stopped
 
 Without `--text`, it learns Python's own reference manual, which ships with every CPython, so nothing is downloaded.
 `--save` writes an ordinary Lightning checkpoint, from which `lora_lm.py` can continue.
@@ -279,7 +279,7 @@ def train_on_text(options: argparse.Namespace, model: L.LightningModule, save: C
         callbacks=[],
         pace=Pace(lambda batch: batch[0].numel()),
         save=save,
-        max_steps=options.steps,
+        **recipe.length_of(options),
         limit_val_batches=None if options.eval_every else 0,  # of the text, all is learned
     )
 

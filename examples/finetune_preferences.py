@@ -3,10 +3,10 @@ r"""Teach a language model, which need not fit in GPU memory, which of two answe
 The answer that was chosen should become more probable, compared with a reference, than the one that was rejected. The
 reference is the model as it was: without its adapters, or with `--train full` a frozen copy, which streams as well.
 
-    python examples/finetune_preferences.py             # a tiny random model learns to answer in a friendly way
-    python examples/finetune_preferences.py --model Qwen/Qwen2.5-7B-Instruct --pairs pairs.jsonl --length 1024 \
+    sp-lightning finetune-preferences             # a tiny random model learns to answer in a friendly way
+    sp-lightning finetune-preferences --model Qwen/Qwen2.5-7B-Instruct --pairs pairs.jsonl --length 1024 \
         --train full --precision bf16-true --optimizer int8 --save mine   # 6 bytes a parameter, 2 of the reference
-    python examples/finetune_preferences.py --model Qwen/Qwen2.5-32B-Instruct --pairs pairs.jsonl --length 1024 \
+    sp-lightning finetune-preferences --model Qwen/Qwen2.5-32B-Instruct --pairs pairs.jsonl --length 1024 \
         --train qlora --dtype bfloat16 --save-adapters mine     # `pip install bitsandbytes accelerate`
 
 Each line of `pairs.jsonl` is `{"prompt": ..., "chosen": ..., "rejected": ...}`, in any of the forms in `pairs.py`; the

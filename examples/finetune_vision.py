@@ -1,9 +1,9 @@
 """Fine-tune an image classifier, transformer or convolutional, whose weights need not fit in GPU memory.
 
-    python examples/finetune_vision.py                       # a small ViT from transformers learns to read digits
-    python examples/finetune_vision.py --model resnet        # a small ResNet from torchvision, with its BatchNorm
-    python examples/finetune_vision.py --model vit_h_14 --images FOLDER --side 518 --save mine.ckpt   # of torchvision
-    python examples/finetune_vision.py --model google/vit-large-patch16-224 --images FOLDER --side 224 --save mine.ckpt
+    sp-lightning finetune-vision                       # a small ViT from transformers learns to read digits
+    sp-lightning finetune-vision --model resnet        # a small ResNet from torchvision, with its BatchNorm
+    sp-lightning finetune-vision --model vit_h_14 --images FOLDER --side 518 --save mine.ckpt   # of torchvision
+    sp-lightning finetune-vision --model google/vit-large-patch16-224 --images FOLDER --side 224 --save mine.ckpt
 
 FOLDER contains the folders `train` and `val`, each with a folder of images for every class. Without it, Pillow draws
 digits to learn from, so nothing is downloaded. `--save` writes an ordinary Lightning checkpoint.
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         callbacks=[Accuracy("Accuracy")],
         pace=Pace(lambda batch: len(batch[0]), "images"),
         save=partial(save_checkpoint, options),
-        max_steps=options.steps,
+        **recipe.length_of(options),
         val_check_interval=options.eval_every or options.steps,  # once, at the end
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1,

@@ -2,9 +2,9 @@ r"""Fine-tune a vision-language model, which answers questions about images, and
 
 Images and questions go through the model's own processor and chat template; the loss covers only the answers' tokens.
 
-    python examples/finetune_vlm.py             # a tiny LLaVA learns to read numbers from pictures
-    python examples/finetune_vlm.py --model HuggingFaceTB/SmolVLM-256M-Instruct --examples captions.jsonl --save mine
-    python examples/finetune_vlm.py --model Qwen/Qwen2-VL-7B-Instruct --examples captions.jsonl --freeze visual \
+    sp-lightning finetune-vlm             # a tiny LLaVA learns to read numbers from pictures
+    sp-lightning finetune-vlm --model HuggingFaceTB/SmolVLM-256M-Instruct --examples captions.jsonl --save mine
+    sp-lightning finetune-vlm --model Qwen/Qwen2-VL-7B-Instruct --examples captions.jsonl --freeze visual \
         --batch-size 4 --lr 1e-5 --save mine
 
 Each line of `captions.jsonl` is `{"image": "a.png", "text": "what to answer"}`; image paths are relative to that file.
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         callbacks=[Accuracy("Right answers")],
         pace=Pace(lambda batch: batch["inputs"]["input_ids"].numel()),
         save=save,
-        max_steps=options.steps,
+        **recipe.length_of(options),
         val_check_interval=options.eval_every or options.steps,  # once, at the end
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1,

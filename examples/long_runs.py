@@ -9,14 +9,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+say = rank_zero_only(print)  # with several devices, the script runs once per device
 
 
 def for_trainer(options: argparse.Namespace) -> dict[str, Any]:
@@ -29,12 +35,51 @@ def for_trainer(options: argparse.Namespace) -> dict[str, Any]:
         "accumulate_grad_batches": options.accumulate,
         "logger": logs(options.output),
         "log_every_n_steps": options.log_every,
-        "enable_checkpointing": options.save_every is not None,
+        "enable_checkpointing": options.saves,
         "enable_model_summary": False,
     }
     if options.eval_every is not None:
         arguments |= {"val_check_interval": options.eval_every, "check_val_every_n_epoch": None}
     return arguments
+
+
+def prepare_long_run(options: argparse.Namespace, data: str | None, best: tuple[str, str] | None) -> None:
+    """Add the callbacks of a long run, and find its folder and its checkpoint."""
+    path = getattr(options, data, None) if data else None
+    run = {**options.given, "data": None if path is None else Path(path).stat().st_size}
+    continues = options.is_pretrained if options.resume is None else options.resume
+    last = find_last(options, run if options.resume is None and options.is_pretrained else None)
+    options.output = options.given["output"] = str(last.parents[1])
+    if options.schedule != "constant" or options.warmup:
+        options.callbacks += [Schedule(options.schedule, options.warmup), LearningRateMonitor("step")]
+    options.saves = options.save_every is not None or options.is_pretrained
+    if options.saves:
+        options.callbacks.append(LastCheckpoint(last.parent, options.save_every, run))
+    if options.save_every and best is not None:
+        metric, mode = best
+        lowest = ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, enable_version_counter=False)
+        options.callbacks.append(lowest)
+    if continues and last.is_file():
+        say(f"Continuing from {last}")
+    elif options.resume:
+        say(f"There is no {last} yet: training from the beginning")
+    options.resume = str(last) if continues and last.is_file() else None
+
+
+def find_last(options: argparse.Namespace, run: dict[str, Any] | None) -> Path:
+    """Return where the last checkpoint is, or will be: with a run, that of the same command, or of none."""
+    folders: Iterable[str] = [options.output or options.usual_output]
+    if run is not None and not options.output:
+        folders = (options.usual_output + (f"_{number}" if number > 1 else "") for number in count(1))
+    for folder in folders:
+        last = Path(folder, "checkpoints", "last.ckpt")
+        differing = differences(last, run) if run is not None and last.is_file() else []
+        if not differing:
+            return last
+    raise ValueError(
+        f"{last} is of a run with other options ({', '.join(differing)}): take another --output, or begin anew with "
+        "--no-resume, or continue it with --resume"
+    )
 
 
 def logs(folder: str) -> list[Logger]:
@@ -91,6 +136,50 @@ class Schedule(L.Callback):
         if self.kind == "constant":
             return 1.0
         return (1 + math.cos(math.pi * (step - self.warmup) / (self.steps - self.warmup))) / 2
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Writes `last.ckpt` every some steps, in place of the one before, with the options of its run.
+
+    Args:
+        folder: Where to write.
+        every: Number of steps. `None` is a tenth of the run, but at most 100.
+        run: The options, with which `differences` compares those of a later run.
+
+    """
+
+    state_key = "LastCheckpoint"  # whatever `every` is
+
+    def __init__(self, folder: Path, every: int | None, run: dict[str, Any]) -> None:
+        super().__init__(folder, "last", every_n_train_steps=every or 1, enable_version_counter=False)
+        self.every = every
+        self.run = run
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look how many steps there will be."""
+        super().on_train_start(trainer, pl_module)
+        steps = trainer.estimated_stepping_batches
+        if self.every is None:
+            self._every_n_train_steps = max(1, min(100, steps // 10)) if isinstance(steps, int) else 100
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is written into the checkpoint."""
+        return {**super().state_dict(), "run": self.run}
+
+
+# options that a run may change when it goes on
+_MAY_DIFFER = (
+    *("resume", "output", "log_every", "save_every", "save", "save_adapters", "accelerator"),
+    *("strategy", "k", "k_prime", "memory_budget", "activations", "optimizer_on"),
+)
+
+
+def differences(checkpoint: Path, run: dict[str, Any]) -> list[str]:
+    """Return the options in which a run differs from that of a checkpoint; of one without options, nothing is known."""
+    saved = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["callbacks"]
+    written: dict[str, Any] = saved.get(LastCheckpoint.state_key, {}).get("run", {})
+    names = [name for name in run if name not in _MAY_DIFFER and written.get(name) != run[name]]
+    return ["--" + name.replace("_", "-") for name in names]
 
 
 class Loader(DataLoader[Any]):

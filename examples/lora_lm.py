@@ -3,9 +3,9 @@
 Frozen weights have no gradients and no optimizer state. In CPU memory, each of them takes only its stored size:
 2 bytes with `--dtype bfloat16`, where full fine-tuning takes 16. Only the gradients of adapters are copied back.
 
-    python examples/lora_lm.py                                          # a tiny random model, on any machine
-    python examples/lora_lm.py --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
-    python examples/lora_lm.py --peft                                   # with adapters of peft (`pip install peft`)
+    sp-lightning lora-lm                                          # a tiny random model, on any machine
+    sp-lightning lora-lm --model Qwen/Qwen2.5-14B --dtype bfloat16 --text my.txt
+    sp-lightning lora-lm --peft                                   # with adapters of peft (`pip install peft`)
 
 `--save` writes a Lightning checkpoint of the adapters, `--save-adapters` a folder that peft and others load.
 """

@@ -1,6 +1,6 @@
 """The engine without Lightning: a plain PyTorch loop over a streamed model.
 
-python examples/plain_loop.py
+sp-lightning plain-loop
 """
 
 import torch

@@ -3,11 +3,11 @@
 `--hours` says how long to train; the number of steps and tokens follows from the machine. The learning rate has a
 one-cycle schedule over this time: it rises for one half of it, and falls to zero in the other.
 
-    python examples/pretrain.py                           # a tiny masked model, in half a minute
-    python examples/pretrain.py --objective causal        # a tiny model that predicts the next token
-    python examples/pretrain.py --steps 100               # a budget of steps: the same numbers each time
-    python examples/pretrain.py --model google-bert/bert-large-uncased --text FOLDER --hours 24 --save bert.ckpt
-    python examples/pretrain.py --model google-bert/bert-large-uncased --text FOLDER --hours 24 --resume bert.ckpt
+    sp-lightning pretrain                           # a tiny masked model, in half a minute
+    sp-lightning pretrain --objective causal        # a tiny model that predicts the next token
+    sp-lightning pretrain --steps 100               # a budget of steps: the same numbers each time
+    sp-lightning pretrain --model google-bert/bert-large-uncased --text FOLDER --hours 24 --save bert.ckpt
+    sp-lightning pretrain --model google-bert/bert-large-uncased --text FOLDER --hours 24 --resume bert.ckpt
 
 `--model` names the architecture and the tokenizer; its weights are not read. With `--save`, a checkpoint is written
 every quarter of an hour and at the end. With `--resume`, a run continues from a checkpoint, with the time and tokens

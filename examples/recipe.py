@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import needed  # noqa: F401
 import torch
 from data_files import Skipped
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from long_runs import Schedule
+from long_runs import prepare_long_run, say
 from offline import read_examples
 
 import sp_lightning
@@ -26,8 +25,6 @@ import sp_lightning
 PRECISIONS = ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
 TINY_MODELS = ("vit", "resnet")  # names that stand for no pretrained model
-
-say = rank_zero_only(print)  # with several devices, the script runs once per device
 
 
 def positive(text: str) -> int:
@@ -123,7 +120,11 @@ def examples(text: str) -> str:
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options for devices, precision and streaming; each script adds its own."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=f"sp-lightning {Path(sys.argv[0]).stem.replace('_', '-')}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     run = parser.add_argument_group("running")
     run.add_argument("--seed", type=seed, default=0, help="seed of weights and order (default: %(default)s)")
     run.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
@@ -160,20 +161,21 @@ def add_training(
 ) -> None:
     """Add the options of a training run, counted in steps or in epochs, with a script's own defaults.
 
-    With `lr_by_size`, `--model` without `--lr` leaves the learning rate to `learning_rate`. Without a `batch_size`, the
-    script chooses it by the model: one with `--model`.
+    These are for the tiny model: with `--model`, a run of `add_long_run` is one epoch by default. With `lr_by_size`,
+    `--model` without `--lr` leaves the learning rate to `learning_rate`. Without a `batch_size`, the script chooses it
+    by the model: one with `--model`.
     """
     train = parser.add_argument_group("training")
     if epochs:
-        train.add_argument("--epochs", type=positive, default=epochs, help="(default: %(default)s)")
+        train.add_argument("--epochs", type=positive, help=f"(default: {epochs}, or 1 with --model)")
     else:
-        often = f"default: {steps}" if steps else "instead of --hours"
-        train.add_argument("--steps", type=positive, default=steps, help=f"steps of the optimizer ({often})")
+        often = f"default: {steps}, or an epoch with --model" if steps else "instead of --hours"
+        train.add_argument("--steps", type=positive, help=f"steps of the optimizer ({often})")
     size = "rows in a batch " + ("(default: %(default)s)" if batch_size else "(default: 64, or 1 with --model)")
     train.add_argument("--batch-size", type=positive, default=batch_size, help=size)
     by_size = "; with --model, what suits its size" if lr_by_size else ""
     train.add_argument("--lr", type=amount, help=f"learning rate (default: {lr}{by_size})")
-    parser.set_defaults(usual_lr=lr, lr_by_size=lr_by_size)
+    parser.set_defaults(usual_lr=lr, lr_by_size=lr_by_size, usual_steps=steps, usual_epochs=epochs)
 
 
 def add_long_run(parser: argparse.ArgumentParser, output: str) -> None:
@@ -186,20 +188,28 @@ def add_long_run(parser: argparse.ArgumentParser, output: str) -> None:
         "--schedule", choices=["constant", "cosine"], default="constant", help="learning rate after --warmup"
     )
     options.add_argument("--eval-every", type=positive, metavar="N", help="validate every N batches")
-    options.add_argument("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps")
+    options.add_argument(
+        "--save-every",
+        type=positive,
+        metavar="N",
+        help="write a checkpoint every N steps (default with --model: each tenth of the run, at most 100 steps)",
+    )
     options.add_argument(
         "--log-every", type=positive, default=10, metavar="N", help="log a line every N steps (default: 10)"
     )
     options.add_argument(
-        "--resume", action="store_true", help="continue from the last checkpoint in --output, if there is one"
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="continue from the last checkpoint in --output, if there is one (default with --model, if it is one of "
+        "the same command)",
     )
     options.add_argument(
         "--output",
         type=new_folder,
-        default=output,
         metavar="FOLDER",
-        help="for logs and checkpoints (default: %(default)s)",
+        help=f"for logs and checkpoints (default: {output}, with a number if another command's run is there)",
     )
+    parser.set_defaults(usual_output=output)
 
 
 def parse(
@@ -225,8 +235,15 @@ def parse(
 
     """
     options = parser.parse_args(arguments)
-    options.given = {name: value for name, value in vars(options).items() if name not in ("usual_lr", "lr_by_size")}
-    lacks_data = data is not None and getattr(options, data) is None and options.model not in (None, *TINY_MODELS)
+    options.is_pretrained = getattr(options, "model", None) not in (None, *TINY_MODELS)
+    is_one_epoch = options.is_pretrained and hasattr(options, "save_every")
+    if getattr(options, "epochs", 0) is None:
+        options.epochs = 1 if is_one_epoch else options.usual_epochs
+    elif getattr(options, "steps", 0) is None and not is_one_epoch:
+        options.steps = options.usual_steps
+    of_parser = ("usual_lr", "lr_by_size", "usual_steps", "usual_epochs", "usual_output", "is_pretrained")
+    options.given = {name: value for name, value in vars(options).items() if name not in of_parser}
+    lacks_data = data is not None and getattr(options, data) is None and options.is_pretrained
     options.missing = data if lacks_data else None
     options.callbacks = []
     if options.strategy == "superpipeline":
@@ -241,28 +258,18 @@ def parse(
         options.lr = options.usual_lr
     if hasattr(options, "save_every"):
         try:
+            prepare_long_run(options, data, best if always_validates or options.eval_every else None)
             new_folder(options.output)
         except argparse.ArgumentTypeError as error:
             parser.error(f"--output: {error}")
-        prepare_long_run(options, best if always_validates or options.eval_every else None)
+        except ValueError as error:
+            parser.error(str(error))
     return options
 
 
-def prepare_long_run(options: argparse.Namespace, best: tuple[str, str] | None) -> None:
-    """Add the callbacks of a long run, and find its checkpoint."""
-    last = Path(options.output, "checkpoints", "last.ckpt")
-    if options.schedule != "constant" or options.warmup:
-        options.callbacks += [Schedule(options.schedule, options.warmup), LearningRateMonitor("step")]
-    if options.save_every:
-        often = {"every_n_train_steps": options.save_every, "enable_version_counter": False}
-        options.callbacks.append(ModelCheckpoint(last.parent, last.stem, **often))
-        if best is not None:
-            metric, mode = best
-            lowest = ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, enable_version_counter=False)
-            options.callbacks.append(lowest)
-    if options.resume:
-        say(f"Continuing from {last}" if last.is_file() else f"There is no {last} yet: training from the beginning")
-    options.resume = str(last) if options.resume and last.is_file() else None
+def length_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the Trainer's arguments for how long to train: steps, or one epoch."""
+    return {"max_epochs": 1} if options.steps is None else {"max_steps": options.steps}
 
 
 def streaming(options: argparse.Namespace) -> dict[str, Any]:

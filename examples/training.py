@@ -17,6 +17,8 @@ from long_runs import for_trainer
 
 import sp_lightning
 
+FIRST_STEPS = 4  # before a run says how long it takes
+
 RESULTS = {"save": "model", "save_adapters": "adapters"}
 """Options that name where a result goes, and what it is."""
 
@@ -28,13 +30,17 @@ class Pace(L.Callback):
         count: Returns how much is in a batch.
         unit: What it counts.
         every: Steps from one line to the next.
+        announces: Whether to say at the start how many steps there are, and soon how long they take.
 
     """
 
-    def __init__(self, count: Callable[[Any], int], unit: str = "tokens", every: int = 10) -> None:
+    def __init__(
+        self, count: Callable[[Any], int], unit: str = "tokens", every: int = 10, announces: bool = False
+    ) -> None:
         self.count = count
         self.unit = unit
         self.every = every
+        self.announces = announces
         self.done = 0  # of the unit, since the last line
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -42,6 +48,12 @@ class Pace(L.Callback):
         self.in_all = trainer.estimated_stepping_batches
         self.step = self.first = trainer.global_step
         self.begin = self.since = time.perf_counter()
+        group = trainer.optimizers[0].param_groups[0]
+        for logger in trainer.loggers:  # what was used, also if the model chose it
+            logger.log_hyperparams({"lr": group.get("initial_lr", group["lr"])})
+        if self.announces and isinstance(self.in_all, int):
+            left = f", {self.in_all - self.first:,} of them left" if self.first else ""
+            recipe.say(f"{self.in_all:,} steps{left}; --steps or --epochs takes another number", flush=True)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
@@ -49,6 +61,9 @@ class Pace(L.Callback):
         """Count what was in the batch, and say how the run goes if a line is due."""
         self.done += self.count(batch) * trainer.world_size
         step = trainer.global_step
+        if self.announces and step > self.first + FIRST_STEPS:
+            self.announces = False
+            recipe.say(f"Step {step}{self.time_left(step, time.perf_counter())}", flush=True)
         if step < self.step + self.every:
             return
         now = time.perf_counter()
@@ -120,7 +135,7 @@ def begin(options: argparse.Namespace) -> None:
         sys.exit(f"error: --{options.missing} is missing: without it, {toy}")
     L.seed_everything(options.seed, verbose=False)
     able = [name for name in (*RESULTS, "save_every") if hasattr(options, name)]
-    if not any(getattr(options, name) for name in able):
+    if not any(getattr(options, name) for name in (*able, "saves") if hasattr(options, name)):
         arguments = " or ".join("--" + name.replace("_", "-") for name in able)
         recipe.say(f"This run saves no model: add {arguments} to keep what it learns")
 
@@ -148,7 +163,7 @@ def train(
 
     """
     losses = recipe.Losses()
-    pace.every = options.log_every
+    pace.every, pace.announces = options.log_every, options.is_pretrained
     trainer = L.Trainer(
         strategy=options.strategy,  # `SuperpipelineStrategy()`, unless the command line says otherwise
         callbacks=[losses, *callbacks, *options.callbacks, pace],
@@ -174,7 +189,7 @@ def say_where(options: argparse.Namespace, trainer: L.Trainer) -> None:
     """Say where the results are."""
     places = [f"{what} in {getattr(options, name)}" for name, what in RESULTS.items() if getattr(options, name, None)]
     checkpoints = Path(options.output, "checkpoints")
-    kept = [name for name in ("last", "best") if options.save_every and Path(checkpoints, f"{name}.ckpt").is_file()]
+    kept = [name for name in ("last", "best") if options.saves and Path(checkpoints, f"{name}.ckpt").is_file()]
     if kept:
         places.append(f"checkpoints in {checkpoints} ({' and '.join(f'{name}.ckpt' for name in kept)})")
     folder = next((logger.log_dir for logger in trainer.loggers), None)

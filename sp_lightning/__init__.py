@@ -114,7 +114,7 @@ class _RegisteringFinder(MetaPathFinder):
         """Find a namespace where others do."""
         if fullname not in _ADAPTORS:
             return None
-        # Python, too, passes over finders of the old protocol, which have no `find_spec`
+        # Python, too, ignores finders of the old protocol, which have no `find_spec`
         others = [other for other in sys.meta_path if other is not self and hasattr(other, "find_spec")]
         found = (other.find_spec(fullname, path, target) for other in others)
         spec = next(filter(None, found), None)
@@ -149,8 +149,9 @@ for _package in _ADAPTORS:
 
 
 def __dir__() -> list[str]:
-    """List all names, of which `__getattr__` imports some on demand, for completion."""
-    return sorted({*globals(), *__all__})
+    """List all public names for completion; `__getattr__` imports some of them on demand."""
+    rooms = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, "optim", *rooms, *(name for name in globals() if name.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the strategies of the Trainer and of Fabric have in common: their names in Lightning, and their arguments."""
+"""The common part of the strategies of the Trainer and of Fabric: their names in Lightning, and their arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_OTHERS = {
     "offload_optimizer": _ALWAYS_ON_HOST,
     "stage": f"there are no stages: {_ALWAYS_ON_HOST}",
 }
-"""Arguments of FSDP and DeepSpeed, and what stands for them here."""
+"""Arguments of FSDP and DeepSpeed, and their counterparts here."""
 
 
 def refuse_unknown(taker: str, arguments: Collection[str]) -> None:
@@ -54,7 +54,7 @@ class StrategyWithOptions:
     strategy_name = "superpipeline"
     lightning: ClassVar[FabricNamespace]
     used_by: ClassVar[str]
-    """Whose argument it is: the Trainer's, or Fabric's."""
+    """The class that takes it as an argument: the Trainer, or Fabric."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class StrategyWithOptions:
         self._make_parts()
 
     def _make_parts(self) -> None:
-        """Make what a strategy has beside its arguments."""
+        """Make the parts of a strategy besides its arguments."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        """Name the strategy: Lightning says this of one that it was given and does not know."""
+        """Name the strategy: Lightning's errors about a strategy that it does not know contain this."""
         owner = f"{self.used_by} of {self.lightning.name}"
         return f"<{type(self).__name__} for the {owner} alone; strategy={self.strategy_name!r} works everywhere>"
 

@@ -32,7 +32,7 @@ _LEAST_INTERVAL = 20  # steps from one recording to the next: at the end of each
 
 
 class CallbackMixin(_Base):
-    """Logs streaming metrics, writes a timeline and reports where the time went. It only observes.
+    """Logs streaming metrics, writes a timeline and reports the use of time. It only observes.
 
     While a model trains, the Trainer's loggers receive metrics under `superpipeline/`. Now and then a step is recorded
     to measure times; at the end of each recording the CPU waits for the GPU once.
@@ -58,10 +58,10 @@ class CallbackMixin(_Base):
             raise ValueError(f"`timeline_steps={timeline_steps}` must be at least 1.")
         self.timeline = None if timeline is None else check_timeline_path(timeline, "timeline")
         self.timeline_steps = timeline_steps
-        # of a run, some of which are recorded
+        # the steps of a run, some of which are recorded
         self._steps: Generator[None, bool, None] | None = None
         self._numbers: Breakdown | None = None  # of the latest recording
-        self._times: dict[str, float] = {}  # what a recording has measured since the last log
+        self._times: dict[str, float] = {}  # the times that a recording has measured since the last log
         self._logged_step: int | None = None
 
     @override
@@ -93,8 +93,8 @@ class CallbackMixin(_Base):
     def _record(self, trainer: Trainer, pipeline: Pipeline) -> Generator[None, bool, None]:
         """Record steps, each of which begins with `next`, now and then; True, if it is sent, ends a recording early.
 
-        That is often enough to tell where time goes, and seldom enough not to cost any. A recording does not end with
-        its last step: the time between steps, such as waiting for data, is part of it.
+        That is often enough to show the use of time, and seldom enough to cost none. A recording does not end with its
+        last step: the time between steps, such as waiting for data, is part of it.
         """
         length = _SETTLING_STEPS + self.timeline_steps + 1
         wished: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -109,10 +109,10 @@ class CallbackMixin(_Base):
                 yield
 
     def _evaluate(self, trainer: Trainer, pipeline: Pipeline, recording: Recording) -> None:
-        """Measure what a recording shows, and write it at once, as the run may end at any time.
+        """Take the measurements from a recording, and write it at once, as the run may end at any time.
 
-        Only its last steps are shown. Copies and optimizer steps that were issued before it are not recorded when they
-        run during its first step, and would be missing; and in the first steps of a run the engine learns.
+        Only its last steps are shown. Copies and optimizer steps that were issued before the recording, and run during
+        its first step, are not recorded and would be missing. And in the first steps of a run the engine learns.
         """
         if not recording.steps or (len(recording.steps) == 1 and self._numbers is not None):
             return
@@ -136,7 +136,7 @@ class CallbackMixin(_Base):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        # To the loggers directly: what the user's module logs, and what callbacks monitor, is not touched.
+        # This logs to the loggers directly, and leaves the user's logged values and monitored metrics alone.
         if self._steps is None or not trainer.loggers or not logs_now(trainer):
             return
         step = logged_step(trainer)
@@ -178,7 +178,7 @@ class CallbackMixin(_Base):
         self._steps = None
 
     def _read(self, pipeline: Pipeline) -> dict[str, float]:
-        """Return what is to be logged: memory, means over the steps since the last call, and newly measured times."""
+        """Return the values to log: memory, means over the steps since the last call, and newly measured times."""
         summary, memory = pipeline.summary(), pipeline.backend.memory()
         # where torch does not count a device's memory, the engine has counted its own
         peak = summary.device_bytes + summary.gradient_bytes
@@ -216,7 +216,7 @@ def unlike_the_plan(numbers: Breakdown, plan: WindowPlan, batches: int) -> str:
 
 
 def _is_within_a_fit(trainer: Trainer) -> bool:
-    """Tell whether a fit validates, of which nothing is measured."""
+    """Tell whether a fit validates, which is not measured."""
     return is_fitting(trainer) and not trainer.training
 
 

@@ -1,11 +1,12 @@
-"""`sp-lightning fit|validate|test|predict|plan|check`: the strategy from the command line.
+"""`sp-lightning fit|validate|test|predict|plan|check`, and recipes: the strategy from the command line.
 
-The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts what a
-model would take, without the machine for it (see `planning/report.py`), or with rates of the machine that there is
-(see `planning/rates.py`); `check` compares numbers there with plain training's.
+The first four are a LightningCLI for any LightningModule, with our strategy as the default. `plan` predicts the costs
+of a model, without the machine for it (see `planning/report.py`), or with measured rates of this machine (see
+`planning/rates.py`). `check` compares numbers on this machine with those of plain training. A recipe is a script of
+examples/.
 
-Nothing else imports this module. All commands but `check` need jsonargparse, which the extra `sp-lightning[cli]`
-installs.
+Nothing else imports this module. All commands but `check` and recipes need jsonargparse, which the extra
+`sp-lightning[cli]` installs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import json
 import os
 import re
+import runpy
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -31,6 +34,7 @@ from sp_lightning.lightning_cli import (
     PROGRAM,
     RUNS,
     arguments_of_cli,
+    cause_of,
     command_line,
     in_one_sentence,
     in_the_namespace_of_the_model,
@@ -63,6 +67,9 @@ commands:
   plan                           estimate memory and speed, also for a machine that you do not have
   check                          compare streamed with plain training, on your machine or of your own model
 
+recipes, each a script for a tiny model, or for a model and data of yours:
+  {{recipes}}
+
 `{PROGRAM} COMMAND --help` lists the arguments of a command."""
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -78,13 +85,20 @@ def main() -> int:
         print(sp_lightning.__version__)
         return 0
     if command in ("-h", "--help"):
-        print(_HELP)
+        print(_HELP.format(recipes="\n  ".join(textwrap.wrap(", ".join(_recipes()), break_on_hyphens=False))))
         return 0
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and gives no arguments
         command = RUNS[0]
+    if (script := _recipes().get(command)) is not None:
+        # as Python starts a script: so do the processes that a Trainer starts for several devices
+        sys.argv = [str(script), *arguments]
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
+        return 0
     if not (command.startswith("-") or command in COMMANDS):
         asked = f", not {command!r}" if command else ""
-        return _fail(f"expected one of {', '.join(COMMANDS)}{asked}; see `{PROGRAM} --help` and `plan --help`", 2)
+        expected = f"expected one of {', '.join(COMMANDS)}, or a recipe{asked}"
+        return _fail(f"{expected}; see `{PROGRAM} --help` and `plan --help`", 2)
     if command != "check" and _lacks_jsonargparse(command):
         return 1
     try:
@@ -97,12 +111,21 @@ def main() -> int:
     except argparse.ArgumentError as error:
         return _fail(in_one_sentence(error), 2)
     except (OSError, ValueError) as error:
-        # what our own command was given, or files that it cannot use; else what the strategy's constructor refused
+        # the error is about an argument of our own command, or its files; else the strategy's constructor refused one
         refused = re.findall(r"  - (`\w+=.*)", str(error))
         if command != "plan" and not refused:
             raise
         return _fail(next(iter(refused), str(error)), 2)
     return 0
+
+
+def _recipes() -> dict[str, Path]:
+    """Return the scripts of all recipes, by their commands: of the installed package, or of the clone around it."""
+    package = Path(__file__).parent
+    installed, cloned = package / "recipes", package.parent / "examples"
+    scripts = sorted((installed if installed.is_dir() else cloned).glob("*.py"))
+    runs = 'if __name__ == "__main__":'
+    return {path.stem.replace("_", "-"): path for path in scripts if runs in path.read_text(encoding="utf-8")}
 
 
 def _check(arguments: Sequence[str]) -> int:
@@ -157,6 +180,12 @@ def _fail(message: str, status: int) -> int:
 
 def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model."""
+    if not any(each.partition("=")[0] in ("--model", "-h", "--help") for each in arguments):
+        if not arguments or arguments[0].startswith("-"):
+            raise argparse.ArgumentError(
+                None, f"name a model, such as `{PROGRAM} plan Qwen3-8B`; `{PROGRAM} plan --help` lists what is built in"
+            )
+        arguments = ["--model", *arguments]
     # dashes are underscores in names
     arguments = [re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), each) for each in arguments]
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -189,7 +218,7 @@ def _plan(arguments: Sequence[str]) -> None:
     if options.measure:
         rates |= measure()
     if any(each.partition("=")[0] == "--compute" for each in arguments):
-        rates.pop("compute_at_best", None)  # that of another speed
+        rates.pop("compute_at_best", None)  # it belongs to another speed
     parser.set_defaults(rates)
     options = parser.parse_args(arguments)
     module = _module(name, parser, options) if is_class else named_model(name)
@@ -200,11 +229,13 @@ def _plan(arguments: Sequence[str]) -> None:
         return
     print(report)
     if report.best.step is not None and (command := recipe(name, report.best.given)):
-        print(f"Or with a recipe, and your data:\n    python examples/{command}")
+        print(f"Or with a recipe, and your data:\n    {PROGRAM} {command}")
+        if report.best.given.lora is not None and "--train lora" in command:
+            print("`--train qlora` instead rounds the base to 4 bits, a quarter of its RAM. It is not planned here.")
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    """Return a plan as plain data: each row has its assumptions, and what a step takes if one fits."""
+    """Return a plan as plain data: each row has its assumptions, and the costs of a step if one fits."""
     return {
         "title": report.title,
         "best": report.rows.index(report.best),
@@ -237,8 +268,14 @@ def _row(row: Row) -> dict[str, Any]:
 def _plan_parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(
+    class WithDashes(ArgumentParser):
+        def format_help(self, *arguments: Any) -> str:
+            text: str = super().format_help(*arguments)
+            return re.sub(r"--\w+", lambda option: option[0].replace("_", "-"), text)
+
+    parser = WithDashes(
         prog=f"{PROGRAM} plan",
+        usage="%(prog)s MODEL [--gpu NAME] [--tokens N] [--lora RANK] ...",
         exit_on_error=False,
         description="Estimate whether a model fits a GPU and the CPU memory of its machine, how fast it trains there, "
         "and which command trains it. Needs neither weights nor a GPU: it estimates from shapes and assumptions.",
@@ -271,5 +308,6 @@ def _module(name: str, parser: ArgumentParser, options: Any) -> nn.Module:
             if configure_model is not None:
                 configure_model()
     except Exception as error:
-        raise argparse.ArgumentError(None, f"model: {name} cannot be built: {error}") from error
+        reason = " ".join(str(cause_of(error) or error).split())
+        raise argparse.ArgumentError(None, f"model: {name} cannot be built: {reason}") from error
     return module

@@ -1,9 +1,9 @@
 """The strategy of Fabric: translates its calls into those of pipelines, of which each model has its own.
 
 `FabricMixin` is the whole implementation, and `fabric.py` and `lightning_fabric.py` are its twins, as for the Trainer.
-Nobody declares steps in a loop of one's own: a step begins with a model's call, and ends with `fabric.backward`, or as
-an optimizer steps (pipeline/calls/gates.py). Nobody vouches for gradients either, so weights are not stepped in
-backward, but under the next forward.
+A loop of your own declares no steps: a step begins with a model's call, and ends with `fabric.backward`, or when an
+optimizer steps (pipeline/calls/gates.py). Such a loop does not vouch for gradients either, so the optimizer updates
+weights under the next forward, and not in backward.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ else:
 
 
 class AttachedModel(nn.Module):
-    """What Fabric calls in place of a model, as it would call DDP's wrapper; it has the model's weights and children.
+    """The module that Fabric calls in place of a model, like DDP's wrapper; it has the model's weights and children.
 
-    Nothing else holds it than what `fabric.setup` returns; when that goes, the model is a plain one on the CPU again.
+    Only the result of `fabric.setup` holds it; when that is freed, the model is a plain one on the CPU again.
     """
 
     def __init__(self, pipeline: Pipeline, meetings: Meetings) -> None:
         super().__init__()
         self.pipeline = pipeline
         self.meetings = meetings
-        # not as a child: names of weights stay as they are
+        # the model does not become a child: names of weights stay as they are
         for contents in ("_parameters", "_buffers", "_modules"):
             vars(self)[contents] = vars(pipeline.module)[contents]
         weakref.finalize(self, _give_back, pipeline, threading.get_ident()).atexit = False
@@ -89,7 +89,7 @@ _given_up: list[Pipeline] = []  # of models that were dropped
 
 
 def _give_back(pipeline: Pipeline, thread: int) -> None:
-    """Give a model back; later, if Python's collector runs in a thread of the engine, which that would wait for."""
+    """Give a model back; later, if Python's collector runs in a thread of the engine: detaching waits for that one."""
     _given_up.append(pipeline)
     if threading.get_ident() == thread:
         give_all_back()
@@ -158,13 +158,13 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         self.set_world_ranks()
 
     def _class(self) -> type:
-        """Return what Fabric takes the strategy for: with one device it wants no `launch()`."""
+        """Return the class that Fabric takes the strategy for: with one device it wants no `launch()`."""
         return type(self) if self.is_distributed else self.single_device_strategy
 
     __class__: Any = property(_class)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles of what Fabric has wrapped have the strategy, but not its models."""
+        """Pickle the strategy, which wrappers of Fabric's contain, without its models."""
         return object.__new__, (type(self),), {**vars(self), "_attached": {}}
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -272,7 +272,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         return output
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
-        """Return what unscales and clips the gradients of an optimizer; None if torch does, as for several models."""
+        """Return the object that unscales and clips an optimizer's gradients; None if torch does (several models)."""
         models = self._models_of(optimizer)
         return models[0].pipeline.optimizers.clipping if len(models) == 1 else None
 
@@ -314,7 +314,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        io: Any = self.checkpoint_io  # a user's own does not ask what is streamed
+        io: Any = self.checkpoint_io  # a user's own has no use for `streamed`
         parts = state if isinstance(state, dict) else {}
         io.streamed = [name for name, part in parts.items() if isinstance(part, (nn.Module, Optimizer))]
         if isinstance(state, nn.Module):
@@ -336,7 +336,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
                 ends.callback(pipeline.detach)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricMixin:
-        """Copies of what Fabric has wrapped, as of a model for an average, keep the strategy."""
+        """Keep the strategy in copies of Fabric's wrappers, such as a model's copy for an average."""
         return self
 
 

@@ -42,23 +42,42 @@ def in_the_namespace_of_the_model(call: Callable[[str], Result]) -> Result:
     except argparse.ArgumentError as error:
         if 'Parser key "model"' not in str(error):
             raise
-    # the model belongs to neither, or to the first: then the data is what does not belong there
+    # the model belongs to neither, or to the first: then the data does not belong there
     raise in_first
 
 
 def in_one_sentence(error: argparse.ArgumentError) -> str:
-    """Say what is wrong with an argument; of a class, without jsonargparse's list of all types that it has tried."""
+    """Say what is wrong with an argument. For a class, leave out jsonargparse's list of all types that it has tried."""
     text = re.sub(rf"(?<=required: )({'|'.join(RUNS)})\.model", "--model", str(error))
     option = re.match(r'Parser key "(model|data)"', text)
-    cause: BaseException | None = error
-    while cause is not None and "Union subtypes" in str(cause):
-        cause = cause.__cause__
+    cause = cause_of(error)
     if option is None or cause is None:
-        return text
+        return _wrong_value(text)
     reason = " ".join(str(cause).split())
     if isinstance(cause, (argparse.ArgumentError, TypeError, ValueError)):  # jsonargparse's own
         return f"`--{option[1]}`: {reason}"
     return f"`--{option[1]}` cannot be imported: {type(cause).__name__}: {reason}"
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """Return the error behind jsonargparse's lists of all types that it has tried."""
+    cause: BaseException | None = error
+    while cause is not None and "Union subtypes" in str(cause):
+        cause = cause.__cause__
+    return cause
+
+
+def _wrong_value(text: str) -> str:
+    """Say which option has a value that it does not take, and what it takes."""
+    options = re.findall(r'Parser key "([\w.]+)"', text)
+    if len(options) != 1:
+        return text  # of a class, within a class
+    known = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", text))
+    given = re.findall(r"(?:Got|Given) value: (.*)", text)
+    if known and given:
+        return f"`--{options[0]}`: {given[-1]!r} is not one of {known.replace(chr(39), '')}"
+    reason = re.sub(r"<class '(\w+)'>", r"\1", text.partition(":")[2])
+    return f"`--{options[0]}`: {' '.join(reason.split())}"
 
 
 def command_line(namespace: str) -> Any:
@@ -67,7 +86,7 @@ def command_line(namespace: str) -> Any:
 
 
 def arguments_of_cli(namespace: str) -> dict[str, Any]:
-    """Return what a LightningCLI is made with: our strategy is its default, and it raises what is wrong."""
+    """Return the arguments of a LightningCLI: our strategy is its default, and it raises its errors."""
     raises = {"exit_on_error": False}
     return {
         "trainer_defaults": {"strategy": {"class_path": STRATEGIES[namespace]}},

@@ -81,7 +81,7 @@ def chunked_cross_entropy(
         >>> loss = chunked_cross_entropy(hidden, head.weight, tokens, shift=True)
         >>> loss.backward()
     """
-    arguments = dict(locals())  # a copy, as a debugger adds to what there is
+    arguments = dict(locals())  # a copy, because a debugger adds to it
     tensors = (hidden, weight, labels, bias)
     if has_torch_function(tensors):  # superpipeline replaces a guarded master by its twin here
         return handle_torch_function(chunked_cross_entropy, tensors, **arguments)
@@ -92,7 +92,7 @@ def chunked_cross_entropy(
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     is_counted = labels != ignore_index
     flat = hidden.reshape(-1, weight.shape[1])
-    # that a linear layer computes in, with or without autocast
+    # the dtype that a linear layer computes in, with or without autocast
     dtype = F.linear(flat[:0], weight[:0]).dtype
     counted = labels.masked_fill(~is_counted, 0).reshape(-1)
     losses: Tensor = _TokenLosses.apply(flat.to(dtype), weight, bias, counted, softcap)
@@ -164,11 +164,11 @@ class _TokenLosses(torch.autograd.Function):
 class _Slice(NamedTuple):
     """A slice of the vocabulary."""
 
-    rows: slice  # of the head
+    rows: slice  # the rows of the head
     weight: Tensor  # these rows, in the dtype to compute in
     logits: Tensor  # in at least fp32, in memory that may be overwritten
-    column: Tensor  # of each label, clamped into the slice
-    is_inside: Tensor  # whether it really lies there
+    column: Tensor  # the column of each label, clamped into the slice
+    is_inside: Tensor  # whether the label really is there
 
 
 def _slices(
@@ -181,7 +181,7 @@ def _slices(
     count = -(-count // _ALIGNMENT) * _ALIGNMENT
     for start in range(0, vocabulary, count):
         rows = slice(start, min(start + count, vocabulary))
-        # by hand, as autocast would make a copy of the whole head
+        # this cast is done by hand, as autocast would make a copy of the whole head
         piece, bias_piece = weight[rows].to(hidden.dtype), None if bias is None else bias[rows].to(hidden.dtype)
         logits = _capped(F.linear(hidden, piece, bias_piece), softcap)
         column = labels - start
@@ -219,8 +219,9 @@ def loss_in_slices(model: Any) -> None:
     """Have a causal language model of transformers compute the loss of `labels=` without all of its logits.
 
     Loss and gradients are the model's own, up to rounding, by `chunked_cross_entropy`. The logits that come with a loss
-    are those of the last position alone. Modules, parameters and checkpoints stay as they are, and a second call
-    changes nothing.
+    are those of the last position alone. With `reduction="none"` in a call of the model, its loss is that of each
+    token: minus its log-probability. Modules, parameters and checkpoints stay as they are, and a second call changes
+    nothing.
 
     Args:
         model: A model such as `AutoModelForCausalLM` loads, before it gets adapters.
@@ -232,9 +233,10 @@ def loss_in_slices(model: Any) -> None:
     Examples:
         >>> loss_in_slices(model)  # doctest: +SKIP
         >>> loss = model(input_ids, labels=input_ids).loss  # doctest: +SKIP
+        >>> log_probabilities = -model(input_ids, labels=input_ids, reduction="none").loss  # doctest: +SKIP
     """
     used = inspect.unwrap(type(model).forward).__code__
-    head = model.get_output_embeddings()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     is_plain = isinstance(head, nn.Linear) and not [*head.children()]
     if not (is_plain and "loss_function" in used.co_names and "logits_to_keep" in used.co_varnames):
         raise ValueError(f"`{type(model).__name__}` has no loss of transformers' over the logits of a linear layer.")
@@ -248,7 +250,7 @@ def loss_in_slices(model: Any) -> None:
 
 
 class _LossOfHidden:
-    """A model's `loss_function`, of what its head is given instead of what it returns."""
+    """A model's `loss_function`, computed from the head's input and not from its output."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -264,11 +266,11 @@ class _LossOfHidden:
         return given.args[1:], given.kwargs
 
     def note_hidden(self, _: nn.Module, args: Any, output: Any) -> None:
-        """Note what the head is about to be given."""
+        """Note the input of the head."""
         self._hidden = output[0] if self._is_asked else None
 
     def forget_hidden(self, *_: Any) -> None:
-        """Let go of what the head was given, and of its graph, also after an exception."""
+        """Let go of the head's input, and of its graph, also after an exception."""
         self._is_asked = False
         self._hidden = None
 
@@ -280,6 +282,7 @@ class _LossOfHidden:
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         ignore_index: int = -100,
+        reduction: Literal["mean", "sum", "none"] | None = None,
         **others: Any,
     ) -> Tensor:
         """Compute the loss as transformers does, which gives it arguments of the model, too."""
@@ -299,8 +302,8 @@ class _LossOfHidden:
             (labels if shift_labels is None else shift_labels).to(hidden.device),
             bias=head.bias,
             ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            reduction=reduction or ("mean" if num_items_in_batch is None else "sum"),
             softcap=softcap,
             shift=shift_labels is None,
         )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return loss if num_items_in_batch is None or reduction is not None else loss / num_items_in_batch

@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Roughly, how many there are."""
+        """The approximate number of parameters."""
         return 12 * self.layers * self.width**2 + self.vocabulary * self.width
 
 
@@ -120,11 +120,11 @@ class _Decoder(nn.Module):
 
 
 def speed(device: torch.device, tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure a machine, tell what is going on, and return the figures, of which the last line is the JSON.
+    """Measure a machine, report the progress, and return the figures; the last line is their JSON.
 
     Args:
         device: The GPU, or the CPU.
-        tell: What is called with each line.
+        tell: A function that gets each line.
     """
     on_cpu = device.type == "cpu"
     memory = None if on_cpu else _memory_of(device)

@@ -104,7 +104,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        # Not calling the base class: it moves the model, and then the optimizer state, to the device.
+        # This does not call the base class, which moves the model, and then the optimizer state, to the device.
         self._detach()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -162,7 +162,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             )
 
     def make_planner(self) -> Planner:
-        """Return what chooses where units are, and what becomes of activations."""
+        """Return the planner that chooses the places of units, and the policies for activations."""
         return AutoPlanner(self.narrator.measured)
 
     @override
@@ -245,7 +245,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
 
     @override
     def on_validation_end(self) -> None:
-        self.meetings.share_weights(self.pipeline)  # and give back those that are trained
+        self.meetings.share_weights(self.pipeline)  # callbacks have put the trained weights back
         if not is_fitting(self._module.trainer):
             self.narrator.end(self.pipeline)
 
@@ -253,7 +253,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     def teardown(self) -> None:
         if self.pipeline is not None and self.pipeline.is_forked:
             return  # a fork that ends with an exception: the run is that of another process
-        # Whatever happened before, the user gets a plain module on the CPU back.
+        # In any case, the user gets a plain module on the CPU back.
         try:
             self._detach()
         finally:
@@ -261,8 +261,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             if self._layer_sync is not None and trainer is not None and is_fitting(trainer):
                 assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)
-            # It moves metrics, and what a failed attempt to attach left behind. What is still on the meta device cannot
-            # move: `setup` has raised because of it.
+            # It moves metrics, and tensors that a failed attempt to attach left behind. A tensor that is still on the
+            # meta device cannot move: `setup` has raised because of it.
             with suppress(NotImplementedError), self._state_stays_without_room():
                 super().teardown()
 

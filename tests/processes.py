@@ -41,7 +41,7 @@ def in_processes(checks: Sequence[Check], count: int = 2) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
         free.close()
-        _start_server()
+        start_server()
         ended: Exception | None = None
         try:
             arguments = list(checks), count, port, folder, os.getcwd()
@@ -53,7 +53,7 @@ def in_processes(checks: Sequence[Check], count: int = 2) -> None:
     assert ended is None, ended
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Have a process import what takes seconds, once: those of all checks are forked from it."""
     server = forkserver._forkserver
     server.set_forkserver_preload(["tests.helpers", "tests.zoo", "tests.lightning_modules", "tests.random_graphs"])
@@ -65,7 +65,7 @@ def _start_server() -> None:
 
 def new_process(target: Callable[..., None], *arguments: object) -> multiprocessing.Process:
     """Start a function of a module in a process of its own."""
-    _start_server()
+    start_server()
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
     process.start()
     return process

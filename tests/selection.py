@@ -1,106 +1,138 @@
-"""Which tests a plain `pytest` runs: each promise once, in seven minutes on two cores. `--all` runs the others, too.
+"""What a plain `pytest` runs, in three minutes on two cores: what is quick by times.json, which has seconds of CPU.
 
-A test that takes long has one of the marks below, by its file or by a decorator. A plain run leaves marked tests out,
-unless somebody asks for them: by `-m`, by `--all`, or by naming their file. Of a grid with `one_in(3)` it runs every
-third case: those on the diagonals, so that each value is there with some others.
+- A test that takes less than 0.4 s runs. So does one that the file does not know, as it is new.
+- If all cases of a grid take longer, the cheapest runs if it takes less than 2 s. A single test is a grid of one case.
+- If more than four quick cases of a grid take 0.1 s or more, half of these run: those on the diagonals, so that each
+  value is there with some others.
+- Whatever tests share, such as a server of processes, counts for each of them in full.
+- A file that is named on the command line runs whole. So does what `-m` selects.
+- `--all` runs all tests, with a quarter of the random programs (`parts`); `--nightly` draws all of them, and runs each
+  test of gpu/ with everything that may lag.
+
+`pytest --all --write-times` measures. test_selection.py asserts that each promise of README.md has a plain test.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 TESTS = Path(__file__).parent
+TIMES = TESTS / "times.json"
 
-MARKS = {
-    "bench": "trains the rivals of the bench, and draws its report",
-    "compile": "compiles blocks",
-    "processes": "starts several processes that train together",
-    "recipes": "trains a recipe of examples/",
-    "second_device": "runs on the CUDA runtime that is made for tests",
-    "slow": "takes long, or shows again what a shorter test shows",
-}
-"""What pyproject.toml says, too; the tests compare the two."""
+QUICK, AT_MOST, NOTICED, FEW = 0.4, 2.0, 0.1, 4
 
-FILES = {
-    "bench": ("test_benchmarks.py", "test_benchmark_systems.py"),
-    "compile": ("test_compile.py",),
-    "processes": (
-        "pipeline/gradients/test_processes.py", "pipeline/weights/test_buffers.py", "test_exact_random_processes.py",
-        "test_fabric_processes.py", "test_one_copy.py", "test_processes.py",
-    ),
-    "recipes": (
-        "test_examples.py", "test_finetune_chat.py", "test_finetune_diffusion.py", "test_finetune_preferences.py",
-        "test_long_runs.py", "test_pretrain.py",
-    ),
-    "second_device": ("test_second_device.py",),
-    "slow": ("test_distribution.py", "test_loading.py"),
-}  # fmt: skip
+seconds_of: dict[str, list[float]] = json.loads(TIMES.read_text(encoding="utf-8"))
+"""The CPU seconds of each case of a test, in the order in which pytest collects them, if one takes 0.1 s or more."""
 
-ONE_OF_EACH = (
-    "pipeline/gradients/test_processes.py::test_single_things",
-    "test_compile.py::test_training_is_exact[compile=True",
-    "test_examples.py::test_recipes_refuse",
-    "test_examples.py::test_scripts_can_be_imported",
-    "test_processes.py::test_other_numbers_of_processes_are_refused",
-    "test_processes.py::test_slurm_tasks_that_the_trainer_does_not_ask_for",
-)
-"""Of the files above, what shows their promise in a few seconds."""
+is_plain_run = is_nightly = False
+"""Set before a test file is imported."""
 
 
-is_short = False
-"""Whether this is a plain run of all files, which draws fewer programs; set before a test file is imported."""
+class Case(NamedTuple):
+    """A test, as times.json knows it."""
+
+    function: str
+    number: int
+    place: int
+    is_plain: bool
 
 
-def draws(count: int) -> int:
-    """Return how many random programs to draw: a fifth in a plain run, all where their file or `--all` is asked for."""
-    return count // 5 if is_short else count
+CASE = pytest.StashKey[Case]()
 
 
-def is_plain_run(config: pytest.Config) -> bool:
-    """Whether nobody has asked for particular tests, or for all of them."""
-    asked = config.getoption("all") or config.getoption("markexpr")
-    return not asked and not any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+def parts(count: int) -> range:
+    """The parts of which a test with random programs consists: all of them at night, otherwise a quarter."""
+    return range(count if is_nightly else count // 4)
 
 
-def mark(item: pytest.Item) -> None:
-    """Give a test the marks of its file."""
-    where = item.nodeid.removeprefix("tests/")
-    if where.startswith(ONE_OF_EACH):
-        return
-    for name, files in FILES.items():
-        if where.partition("::")[0] in files:
-            item.add_marker(name)
+def set_run(config: pytest.Config) -> None:
+    """Note whether this is a plain run, in which nobody has asked for more, or that of a night."""
+    global is_plain_run, is_nightly
+    is_nightly = bool(config.getoption("nightly"))
+    is_plain_run = not (asks_for_all(config) or any(".py" in argument for argument in config.args))
 
 
-def thin_out(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases of grids with `one_in` whose places in the lists of `parametrize` do not add up to it."""
-    lists: defaultdict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
-    for item in items:
-        grid = item.get_closest_marker("one_in")
-        if grid is None:
-            continue
+def asks_for_all(config: pytest.Config) -> bool:
+    """Whether nothing is left out, wherever it is."""
+    return any(map(config.getoption, ("all", "markexpr", "nightly")))
+
+
+def plain_cases(seconds: Sequence[float], places: Sequence[int]) -> list[bool]:
+    """Which cases of a test run, by their times and their places in the grid."""
+    quick = [each < QUICK for each in seconds]
+    noticed = [is_quick and each >= NOTICED for is_quick, each in zip(quick, seconds, strict=True)]
+    if sum(noticed) > FEW:
+        quick = [
+            is_quick and (not is_noticed or place % 2 == 0)
+            for is_quick, is_noticed, place in zip(quick, noticed, places, strict=True)
+        ]
+    cheapest = min(seconds)
+    quick[seconds.index(cheapest)] = cheapest < AT_MOST
+    return quick
+
+
+def places_of(cases: Sequence[pytest.Item]) -> list[int]:
+    """The sum of the places of each case in the lists of `parametrize`, which is the same on a diagonal."""
+    lists: defaultdict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    places = []
+    for case in cases:
         place = 0
-        for parametrize in item.iter_markers("parametrize"):
-            names = parametrize.args[0]
-            values = [item.callspec.params[name] for name in (names.split(", ") if isinstance(names, str) else names)]
-            seen = lists[item.nodeid.partition("[")[0], str(names)]
-            place += seen.setdefault(tuple(map(id, values)), len(seen))
-        if place % grid.args[0]:
-            item.add_marker("slow")
+        for mark in case.iter_markers("parametrize"):
+            names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+            seen = lists[str(names)]
+            place += seen.setdefault(tuple(id(case.callspec.params[name]) for name in names), len(seen))
+        places.append(place)
+    return places
 
 
-def is_plain(item: pytest.Item) -> bool:
-    """Whether a plain run has it."""
-    return MARKS.keys().isdisjoint(mark.name for mark in item.iter_markers())
+def note_cases(items: Sequence[pytest.Item]) -> None:
+    """Decide for each test whether it is plain."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.removeprefix("tests/").partition("[")[0]].append(item)
+    for function, of_function in cases.items():
+        known = seconds_of.get(function, [])[: len(of_function)]
+        seconds = [*known, *[0.0] * (len(of_function) - len(known))]
+        places = places_of(of_function)
+        plain = plain_cases(seconds, places)
+        for number, (item, place, is_plain) in enumerate(zip(of_function, places, plain, strict=True)):
+            item.stash[CASE] = Case(function, number, place, is_plain)
 
 
-def left_out(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+@cache
+def functions_in(path: Path) -> list[str]:
+    """The names of the tests in a file."""
+    return re.findall(r"(?m)^def (test_\w+)", path.read_text(encoding="utf-8"))
+
+
+def seconds_of_cases(path: Path, function: str) -> list[float]:
+    """What the cases of a test take, as far as they are known."""
+    return seconds_of.get(f"{path.relative_to(TESTS).as_posix()}::{function}", [0.0])
+
+
+def seconds_of_file(path: Path) -> float:
+    """What its tests take."""
+    return sum(sum(seconds_of_cases(path, function)) for function in functions_in(path))
+
+
+def has_plain_tests(path: Path) -> bool:
+    """Whether a plain run needs to import a file."""
+    functions = functions_in(path)
+    return not functions or any(min(seconds_of_cases(path, function)) < AT_MOST for function in functions)
+
+
+def left_out(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The tests that nobody has asked for."""
-    if config.getoption("all") or config.getoption("markexpr"):
+    if asks_for_all(config):
         return []
     folder = config.invocation_params.dir
     named = {(folder / argument.partition("::")[0]).resolve() for argument in config.args}
-    return [item for item in items if not is_plain(item) and item.path.resolve() not in named]
+    return [item for item in items if not item.stash[CASE].is_plain and item.path.resolve() not in named]

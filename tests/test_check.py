@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sp_lightning import cli
-from sp_lightning.check import _judge, _Placed, _train
-from sp_lightning.pipeline import Engine, WindowPlan
+from sp_lightning.check import _UPLOADS, _judge, _Placed, _train, lost_uploads
+from sp_lightning.pipeline import Engine, Pipeline, WindowPlan
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,6 @@ def test_it_passes_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert lines[-1].endswith("the CPU: the numbers of plain training in all ways")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_numba")
 def test_it_needs_no_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing package is not a wrong number, and torch's own kernels update the units that visit."""
@@ -42,7 +41,6 @@ def test_it_needs_no_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert sum("56 GPU updates" in line for line in lines) == 2
 
 
-@pytest.mark.slow
 def test_what_cannot_happen_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a CPU whose AdamW has other bits than the kernels: units are updated elsewhere, and nothing is wrong."""
     for module in ("check", "optim.of_torch"):
@@ -80,6 +78,14 @@ def test_what_else_is_seen() -> None:
     nan = [*other.weights[:-1], other.weights[-1] * torch.nan]
     for device in (CPU, torch.device("cuda")):
         assert not _judge(plain, other._replace(weights=nan), device, places=False)[0]
+
+
+def test_copies_that_do_not_arrive_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As WSL2 was reported to lose them, without an error."""
+    backend = Pipeline(torch.nn.Linear(2, 2), CPU).backend
+    assert lost_uploads(backend, CPU) == 0
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_, **__: self)
+    assert lost_uploads(backend, CPU) == _UPLOADS
 
 
 def test_the_notebook() -> None:

@@ -126,9 +126,7 @@ def test_a_right_program(check: Check, tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-@pytest.mark.parametrize(
-    "ways", [slice(3, 5), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["two ways", "all ways"]
-)
+@pytest.mark.parametrize("ways", [slice(3, 5), slice(None)], ids=["two ways", "all ways"])
 @pytest.mark.parametrize("change", ["--model.late=average", "--model.late=clamp", "EMAWeightAveraging"])
 def test_weights_that_change_late(change: str, ways: slice, check: Check) -> None:
     """By hooks that run after the end of a batch was noted: the last weights are not those of the last step."""
@@ -149,7 +147,6 @@ def test_metrics_that_plain_training_does_not_repeat(check: Check) -> None:
     assert lines[1] == f"Not compared (different in the two plain runs): {left_out}"
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

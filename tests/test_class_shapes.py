@@ -59,7 +59,6 @@ def copies(model: nn.Module) -> list[nn.Module]:
     return [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_a_loop(shape: str) -> None:
     """As units and as the root: the numbers, the copies in the middle of a run, and the classes are the plain ones."""

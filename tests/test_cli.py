@@ -135,8 +135,8 @@ def test_the_default_is_our_strategy(command, package, ours, trainers):
     ("arguments", "says"),
     [
         ("fit", "the following arguments are required"),
-        ("", "expected one of fit, validate, test, predict, plan, check; see"),
-        ("train", "expected one of fit, validate, test, predict, plan, check, not 'train'; see"),
+        ("", "expected one of fit, validate, test, predict, plan, check, or a recipe; see"),
+        ("train", "expected one of fit, validate, test, predict, plan, check, or a recipe, not 'train'; see"),
         ("fit --modle x", "unrecognized arguments: --modle x"),
         ("fit --config nowhere.yaml", "nowhere.yaml"),
         ("fit --model nowhere.Net", "No module named 'nowhere'"),
@@ -172,6 +172,7 @@ def test_help_lists_all_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in COMMANDS)
+    assert " fabric-loop, finetune-chat, " in printed
     with pytest.raises(SystemExit) as ended:
         main(["check", "--help"])
     assert ended.value.code == 0
@@ -197,7 +198,6 @@ def test_without_jsonargparse(monkeypatch, capsys):
     assert [main(command.split()) for command in ("--help", "--version", "check cpu")] == [0, 0, 0]
 
 
-@pytest.mark.slow
 def test_the_program_runs(tmp_path):
     """As users start it; the script that pip makes calls the same function."""
     root = Path(__file__).resolve().parents[1]

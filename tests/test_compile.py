@@ -10,13 +10,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import PipelineOptions, SuperpipelineStrategy
@@ -25,10 +24,15 @@ from .helpers import Run, assert_same_trace, attached, lightning_run
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
+if TYPE_CHECKING:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Counts what is compiled, with a backend that is quick; what other tests compiled is forgotten."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # which takes a second
+
     # pytest would collect a record of each compilation, which takes longer than to compile
     monkeypatch.setattr(torch._logging._internal, "trace_log", logging.Logger("nobody listens"))
     torch._dynamo.reset()

@@ -26,7 +26,7 @@ from .zoo.blocks import Block, Chain, LoRALinear, chain
 from .zoo.oddities import Fused
 
 BLOCKS, WIDTH, HIDDEN = 12, 32, 64  # large enough that alignment in flat buffers hardly counts
-WINDOWS = [(1, 1), (2, 1), (5, 1), (11, 1), (4, 2)]  # (k, k_prime)
+WINDOWS = [(1, 1), (2, 1), (11, 1), (4, 2), (5, 1)]  # (k, k_prime)
 
 
 def blocks() -> Chain:
@@ -102,7 +102,7 @@ def test_loads_per_optimizer_step(k: int, k_prime: int) -> None:
         assert pipe.stats.heals == 0
 
 
-@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
+@pytest.mark.parametrize(("k", "k_prime"), WINDOWS[::2])
 def test_loads_per_accumulation_micro_step(k: int, k_prime: int) -> None:
     """2(N-k): without an optimizer step the first k are still there when the next forward begins."""
     with streaming(blocks(), k, k_prime) as (pipe, _):
@@ -113,7 +113,7 @@ def test_loads_per_accumulation_micro_step(k: int, k_prime: int) -> None:
             assert k_prime * pipe.stats.loads == step * 2 * (BLOCKS - k)
 
 
-@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
+@pytest.mark.parametrize(("k", "k_prime"), WINDOWS[1::2])
 def test_loads_of_a_frozen_chain(k: int, k_prime: int) -> None:
     """2(N-k) as well: an optimizer step elsewhere does not make frozen weights old."""
     with streaming(blocks().requires_grad_(False), k, k_prime) as (pipe, optimizer):
@@ -124,7 +124,7 @@ def test_loads_of_a_frozen_chain(k: int, k_prime: int) -> None:
         assert pipe.stats.bytes_to_host == 0
 
 
-@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
+@pytest.mark.parametrize(("k", "k_prime"), WINDOWS[2:4])
 def test_loads_in_evaluation(k: int, k_prime: int) -> None:
     """No more than N per batch, nothing comes back, and the host never waits for the device."""
     model = blocks()
@@ -269,7 +269,6 @@ def test_tensors_are_found_in_whatever_a_unit_returns(
     assert_announced(Returns(wrap, unwrap))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast: bool, monkeypatch: Any) -> None:
@@ -323,7 +322,6 @@ ORDERS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
@@ -378,7 +376,6 @@ def test_python_calls_of_a_unit_in_a_step() -> None:
     assert calls_of_a_unit(BLOCKS, 2) < (1300 if sys.version_info < (3, 12) else 1700)  # then of all threads
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [0.2, 1])
 @pytest.mark.parametrize("kind", ["evaluation", "training", "stepping in backward"])
 def test_the_cost_of_a_unit_does_not_grow_with_the_model(kind: str, share: float) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from torch.optim import AdamW
 
 import sp_lightning
-from sp_lightning import optim
+from sp_lightning import optim, superpipeline
 from sp_lightning.pipeline import PipelineOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +58,35 @@ def python_blocks() -> list[object]:
 @pytest.mark.parametrize(("document", "code"), python_blocks())
 def test_python_runs(document, code):
     """Each block alone, as a reader would paste it into a new session."""
-    exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+    if "from trl" in code:
+        pytest.importorskip("trl", reason="the block needs it: pip install -e '.[trl]'")
+    with patch.dict(os.environ):  # transformers 4.57 sets variables for accelerate
+        exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+
+
+def test_the_toy_streams():
+    """The sixty lines have the numbers of plain training and of superpipeline, in two slots."""
+    (code,) = blocks(ROOT / "docs" / "how_it_works.md", "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    torch.manual_seed(0)
+    plain = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(5)]
+    toy = names["Toy"](deepcopy(plain), partial(AdamW, lr=0.01), "cpu")
+    real = nn.Sequential(*deepcopy(plain))
+    slots = []
+    with superpipeline(real, "cpu", k=2):
+        for model in (toy, nn.Sequential(*plain), real):
+            optimizer = None if model is toy else AdamW(model.parameters(), lr=0.01)
+            for batch in torch.arange(4 * 24.0).div(96).view(4, 3, 8):
+                model(batch).square().mean().backward()
+                slots.append(len(toy.present))
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    expected = torch.nn.utils.parameters_to_vector(nn.Sequential(*plain).parameters())
+    for model in (toy.blocks, real):
+        assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), expected)
+    assert max(slots) <= 2
 
 
 def test_the_reference_has_all_options_with_their_defaults():
@@ -63,7 +99,7 @@ def test_the_reference_has_all_options_with_their_defaults():
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 155
 
 
 def test_yaml_is_that_of_the_example():
@@ -73,10 +109,10 @@ def test_yaml_is_that_of_the_example():
 
 
 def test_ci_runs_the_commands_for_contributors():
-    """In its own order, and with a list of what took longest."""
+    """In its own order, with a budget and a list of what took longest."""
     listed = [command for text in blocks(ROOT / "CONTRIBUTING.md", "bash") for command in commands(text)]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").partition("CONTRIBUTING.md.\n")[2]
-    run = [command.partition(" --durations")[0] for command in commands(script) if command != "keep_compiled"]
+    run = [command.partition(" --budget")[0] for command in commands(script) if command != "keep_compiled"]
     assert run[0] == 'pip install -e ".[dev]"'
     assert run[-1] == "pytest -n auto --all"
     assert not [command for command in run if command not in listed]

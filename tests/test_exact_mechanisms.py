@@ -26,7 +26,6 @@ from .helpers import Run, assert_same_story, attached, bombs, fail, note_state, 
 from .zoo.blocks import WIDTH, Block, Chain, chain
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("default_device_was_reset")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("mixed", [True, False])
@@ -110,7 +109,6 @@ def test_a_thread_that_evaluates_while_another_one_trains(where: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- exceptions
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("first", [True, False], ids=["in-the-first-step", "in-a-later-step"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

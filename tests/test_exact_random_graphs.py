@@ -9,19 +9,20 @@ from dataclasses import replace
 from typing import get_args
 from unittest.mock import patch
 
-from hypothesis import example as hypothesis_example
-from hypothesis import given, note, settings
+import pytest
+from hypothesis import note
 
 from sp_lightning.pipeline import HostBackend, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.options import Policy
 
+from .drawing import random_programs
 from .helpers import Fingerprint, Plan, Trace, assert_exact, memory_with, reference_of, slow_host
 from .random_graphs import Example, default_dtype, examples, units_are_leaves, units_are_nodes
-from .selection import draws
 
-# Found once: a block twice in a reentrant checkpoint, whose graph is built in backward, under autocast without a cache.
+# Found once, as are the next ones: a block twice in a reentrant checkpoint, whose graph is built in backward, under
+# autocast without a cache.
 TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     trees=[("reentrant", [("leaf", "block"), ("again", 0)])],
     k=1,
@@ -34,7 +35,7 @@ TWICE_IN_A_REENTRANT_CHECKPOINT = Example(
     plan=Plan(steps=1, accumulate=2, clip=None, autocast=True, cast_cache=False, sanity=False),
 )
 
-# Found once: a reentrant checkpoint within a unit runs another unit again, whose backward comes before the rest of its.
+# A reentrant checkpoint within a unit runs another unit again, whose backward comes before the rest of its.
 ANOTHER_UNIT_IN_A_CHECKPOINT = replace(
     TWICE_IN_A_REENTRANT_CHECKPOINT,
     trees=[
@@ -46,24 +47,32 @@ ANOTHER_UNIT_IN_A_CHECKPOINT = replace(
     plan=Plan(steps=1, accumulate=1, clip=None, autocast=False, cast_cache=False, sanity=False),
 )
 
-# Found once: backward unpacks weights of a unit that it has not reached, as its frozen part has no graph of its own.
+# Backward unpacks weights of a unit that it has not reached, as its frozen part has no graph of its own.
 FROZEN_IN_A_CHECKPOINT = replace(
     ANOTHER_UNIT_IN_A_CHECKPOINT, trees=[("checkpoint", [("leaf", "block"), ("frozen", ("leaf", "block"))])], units=None
 )
 
-# Found once: what blocks share is resident, and a checkpoint within such a block gave a user's function the master.
+# What blocks share is resident, and a checkpoint within such a block gave a user's function the master.
 SHARED = replace(FROZEN_IN_A_CHECKPOINT, trees=[("branches", [("leaf", "stash")]), ("reentrant", [("again", 0)])])
 
 
-@settings(max_examples=draws(80))
-@given(examples())
-@hypothesis_example(TWICE_IN_A_REENTRANT_CHECKPOINT)
-@hypothesis_example(ANOTHER_UNIT_IN_A_CHECKPOINT)
-@hypothesis_example(FROZEN_IN_A_CHECKPOINT)
-@hypothesis_example(SHARED)
+@random_programs(20, of=4, example=examples())
 def test_random_graphs_are_exact(example: Example) -> None:
     """No graph, order, size of the window or policy for activations changes a number."""
     note(str(example))
+    assert_exact_graph(example)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [TWICE_IN_A_REENTRANT_CHECKPOINT, ANOTHER_UNIT_IN_A_CHECKPOINT, FROZEN_IN_A_CHECKPOINT, SHARED],
+    ids=["twice", "another unit", "frozen", "shared"],
+)
+def test_graphs_that_were_found_once(example: Example) -> None:
+    assert_exact_graph(example)
+
+
+def assert_exact_graph(example: Example) -> None:
     with default_dtype(example.dtype):
         check(example, reference_of(example.case(), example.plan))
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
@@ -305,6 +306,7 @@ def programs() -> None:
         check(number)
 
 
+@pytest.mark.usefixtures("server")
 def test_random_programs_are_exact() -> None:
     in_processes([programs])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
-from hypothesis import given, note, reject, settings
+from hypothesis import note, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, prune, vector_to_parameters
@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning import optim, superpipeline
 from sp_lightning.pipeline.options import ActivationPolicy
 
+from .drawing import random_programs
 from .helpers import Run, assert_same_story, note_gradients, note_state
 from .planning.parts import Wanders
 from .random_graphs import DTYPE_IN_FORWARD, SHAPE, Tree, forest, trees, units_are_leaves, units_are_nodes
-from .selection import draws
 
 
 @dataclass
@@ -459,8 +459,9 @@ CHANGES = [
 ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
 
 
-@settings(max_examples=draws(60))
-@given(
+@random_programs(
+    20,
+    of=3,
     drawn=st.lists(trees(), min_size=1, max_size=3),
     actions=st.lists(st.tuples(ACTION, st.integers(0, 999)), min_size=3, max_size=20),
     window=st.tuples(st.integers(1, 4), st.integers(1, 4)),

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
-from hypothesis import given, note, settings
+from hypothesis import note
 from hypothesis import strategies as st
 from lightning.pytorch import callbacks
 from torch import Tensor, nn
@@ -22,9 +22,9 @@ from sp_lightning.pipeline.options import ActivationPolicy
 from sp_lightning.planning import AutoPlanner
 
 from .class_shapes import SHAPES, shaped
+from .drawing import random_programs
 from .lightning_modules import Base, Block, assert_same_training, loader
 from .planning.parts import Wanders
-from .selection import draws
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9),
@@ -208,8 +208,7 @@ programs = st.builds(
 )
 
 
-@settings(max_examples=draws(12))
-@given(programs.filter(lambda program: program.is_possible))
+@random_programs(12, of=2, program=programs.filter(lambda program: program.is_possible))
 def test_random_trainers_are_exact(program: Program) -> None:
     """Nothing that surrounds a model changes a number."""
     note(str(program))

@@ -7,14 +7,39 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.pipeline.activations import offload
 
 from .helpers import Plan, assert_exact, assert_same_trace, lightning_run
 from .zoo import CASES
 
-EVERYTHING = 10_000  # more slots than any model here has units
-OTHERS = [(3, 2), (EVERYTHING, 1)]
-MIXED = {
-    "gpt2-tied", "gpt2-checkpoint-plain", "llava", "unet", "siamese", "albert", "gan", "lstm", "multihead-attention",
+WINDOWS = [(1, 1), (3, 2), (10_000, 1)]  # the last one has more slots than any model here has units
+
+# One way or another, it is special to run these twice, or to move what they save: views, masks, buffers, several
+# graphs, changes in place, checkpoints.
+SPECIAL = {
+    "recompute": {
+        "gpt2-tied", "t5", "mixtral", "lstm", "swin", "resnet50", "llava", "gpt2-checkpoint-reentrant",
+        "checkpoint-inside-plain", "checkpoint-inside-reentrant", "nested-checkpoint-plain",
+        "nested-checkpoint-reentrant", "siamese", "stochastic-depth", "half-frozen", "input-gradient-penalty",
+        "two-losses", "two-graphs", "gan", "structured-outputs", "inplace-residual-on-view", "weight-on-ctx", "maml",
+        "spectral-norm-old", "spectral-norm-parametrization", "module-hooks", "layer-mixture", "embedding-max-norm",
+    },
+    "offload": {
+        "gpt2-tied", "t5", "lstm", "nn-transformer-encoder", "gpt2-checkpoint-plain", "swin", "resnet50",
+        "channels-last", "siamese", "input-gradient-penalty", "stochastic-depth", "frozen-encoder",
+        "checkpoint-inside-reentrant", "two-graphs", "two-losses", "gan", "inplace-residual-on-view",
+        "inplace-on-input", "weight-on-ctx-and-inplace-view", "structured-outputs", "maml",
+        "spectral-norm-parametrization", "embedding-max-norm", "complex-and-float64",
+    },
+}  # fmt: skip
+
+# Under Lightning's Trainer, with sanity check, accumulation, clipping and all.
+IN_LIGHTNING = {
+    "bf16-mixed": [
+        "gpt2-tied", "gpt2-checkpoint-plain", "llava", "unet", "siamese", "albert", "gan", "lstm",
+        "multihead-attention",
+    ],
+    "32-true": ["llama-untied", "momentum-encoder", "structured-outputs", "weight-on-ctx", "int8 weights"],
 }  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings(
@@ -23,33 +48,32 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def grid() -> list[object]:
-    """For each model the smallest window and another one; those that more tests train, or that take long, have one.
+def trainings() -> list[tuple[str, str, int, int]]:
+    """For each model its policies for activations, each with another window.
 
-    Under autocast, every other model has the smallest window: here, it is the others that do. Every other model begins
-    with a sanity check, whatever the window, as plain training is then the same. A plain run has one window of each.
+    All keep activations, unless they do so under autocast. Models that are quick and only do that have two windows.
     """
     chosen = []
     for number, (name, case) in enumerate(CASES.items()):
-        windows = [(1, 1), OTHERS[number // 2 % 2]]
-        if case.heavy or case.autocast or case.lightning:
-            windows = [windows[number % 2]]
-        plain = number // 4 % len(windows)
-        chosen += [
-            pytest.param(name, *window, number % 2 == 0, marks=[pytest.mark.slow] * (place != plain))
-            for place, window in enumerate(windows)
-        ]
+        policies = [policy for policy, names in SPECIAL.items() if name in names]
+        if not policies:
+            policies = ["keep"] if case.heavy or case.autocast else ["keep", "keep"]
+        elif not case.autocast:
+            policies.append("keep")
+        chosen += [(name, policy, *WINDOWS[(number + place) % 3]) for place, policy in enumerate(policies)]
     return chosen
 
 
-@pytest.mark.parametrize(("name", "k", "k_prime", "sanity"), grid())
-def test_zoo_is_exact(name: str, k: int, k_prime: int, sanity: bool) -> None:
-    """Losses, gradients, weights, buffers and optimizer state in fp32."""
-    options = PipelineOptions(k=k, k_prime=k_prime, debug=k_prime == 2)
-    assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=sanity))
+@pytest.mark.parametrize(("name", "activations", "k", "k_prime"), trainings())
+def test_zoo_is_exact(name: str, activations: str, k: int, k_prime: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, gradients, weights, buffers, optimizer state, random states and what hooks have seen, in fp32."""
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1)
+    begins_with_check = list(CASES).index(name) % 2 == 0
+    is_checked = activations != "keep" or k_prime == 2
+    options = PipelineOptions(k=k, k_prime=k_prime, activations=activations, debug=is_checked)  # type: ignore[arg-type]
+    assert_exact(CASES[name], options, Plan.of(CASES[name], sanity=begins_with_check))
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.autocast])
 def test_zoo_is_exact_under_autocast(name: str) -> None:
     """Streaming weights that are already cast gives autocast's own numbers, with its cache or without (Lightning)."""
@@ -58,11 +82,10 @@ def test_zoo_is_exact_under_autocast(name: str) -> None:
     assert_exact(CASES[name], options, Plan.of(CASES[name], autocast=True, cast_cache=has_cache, sanity=has_cache))
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lightning])
-def test_zoo_is_exact_under_lightning(name: str) -> None:
-    """The Trainer with our strategy against the Trainer with its own: sanity check, accumulation, clipping and all."""
-    precision = "bf16-mixed" if name in MIXED else "32-true"
+@pytest.mark.parametrize(
+    ("name", "precision"), [(name, precision) for precision, names in IN_LIGHTNING.items() for name in names]
+)
+def test_zoo_is_exact_under_lightning(name: str, precision: str) -> None:
     expected = lightning_run(CASES[name], SingleDeviceStrategy(device="cpu"), precision)
     actual = lightning_run(CASES[name], SuperpipelineStrategy(k=2, k_prime=1, debug=True), precision)
     assert_same_trace(expected, actual)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -252,6 +253,8 @@ def test_images_are_looked_for_before_any_work(capsys):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_scripts_can_be_imported(path):
     """Also those that no other test runs."""
+    if path.stem == "finetune_trl":
+        pytest.importorskip("trl", reason="the recipe needs it: pip install -e '.[trl]'")
     assert import_module(path.stem).__doc__
 
 
@@ -260,6 +263,20 @@ def test_plain_loop_learns(capsys):
     values = [float(value) for value in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
     assert len(values) == 4
     assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--int8"]], ids=str)
+def test_finetune_trl_learns(arguments, tmp_path):
+    """And saves what transformers loads."""
+    pytest.importorskip("trl", reason="the recipe needs it: pip install -e '.[trl]'")
+    with patch.dict(os.environ):  # transformers 4.57 sets variables for accelerate
+        import_module("finetune_trl").main(
+            [f"--output_dir={tmp_path}", "--max_steps=4", "--logging_steps=1", *arguments]
+        )
+    lines = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert lines[-1]["loss"] < 0.97 * lines[0]["loss"]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert saved.dtype == (torch.bfloat16 if arguments else torch.float32)
 
 
 def test_fabric_loop_learns(call, tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -97,5 +98,6 @@ def as_ddp() -> None:
     assert_as_ddp(plays)
 
 
+@pytest.mark.usefixtures("server")
 def test_two_processes() -> None:
     in_processes([as_ddp])

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 import recipe
 import torch
+import transformers
 from diffusion_models import SIDE, family_of
 from finetune_diffusion import DiffusionModel, Flow, Noise, main, parse, save_adapters
 from offline import WrittenNumbers
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 from torchvision.transforms.functional import to_tensor
 
@@ -128,6 +130,39 @@ def test_diffusers_loads_the_adapters():
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def qwen_image() -> str:
+    """A folder with a tiny Qwen-Image, which has a language model for captions."""
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    text = {"vocab_size": 384, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    rope = {"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen2_5_VLConfig(text_config={**text, **heads, **rope}, vision_config=vision)
+    sizes = {"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+    scale = {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 4}
+    diffusers.QwenImagePipeline(
+        diffusers.FlowMatchEulerDiscreteScheduler(),
+        diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **scale),
+        transformers.Qwen2_5_VLForConditionalGeneration(config),
+        transformers.ByT5Tokenizer(extra_ids=0),
+        diffusers.QwenImageTransformer2DModel(**sizes, joint_attention_dim=16, axes_dims_rope=(4, 6, 6)),
+    ).save_pretrained("qwen")
+    return "--model=qwen"
+
+
+def test_qwen_image(run, images, qwen_image):
+    """With the numbers of plain training, and adapters by the names that diffusers and ComfyUI read."""
+    how = ["--side=32", "--train=lora", "--epochs=1", "--denoising=2", "--prompts=3"]
+    _, *streamed = run(images, qwen_image, *how, "--k=1", "--optimizer-on=host", "--save-adapters=mine")
+    assert run(images, qwen_image, *how, "--strategy=auto", "--no-resume") == (False, *streamed)
+    weights = load_file("mine/pytorch_lora_weights.safetensors")
+    assert "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight" in weights
+    latents = torch.randn(2, 4, 8, 8)
+    packed = sys.modules["diffusers"].QwenImagePipeline._pack_latents(latents, 2, 4, 8, 8)
+    assert torch.equal(nn.functional.pixel_unshuffle(latents, 2).flatten(2).mT, packed)
+
+
 def test_a_damaged_file_of_what_was_encoded_is_written_anew(run, images):
     assert run(images, *SMALL)[0]
     Path("samples/encoded.pt").write_bytes(b"damaged")
@@ -139,7 +174,7 @@ def test_a_model_with_a_unet_is_refused_with_the_reason(monkeypatch):
     pipeline = SimpleNamespace(load_config=lambda name: config)
     monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(DiffusionPipeline=pipeline))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    with pytest.raises(ValueError, match="sdxl has a UNet, as SDXL and .*; this recipe trains the transf"):
+    with pytest.raises(ValueError, match="sdxl has a UNet, as SDXL and .*; this recipe trains FLUX"):
         family_of("sdxl")
 
 

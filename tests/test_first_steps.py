@@ -27,6 +27,7 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fp32": partial(optim.AdamW, lr=1e-2),
     "int8": partial(optim.AdamW, lr=1e-2, moments="int8"),
 }
+CLIPPED = {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}
 ASK_FOR_FREE_MEMORY = ("trainer.host_memory", "trainer.first_plan", "pipeline.window.places", "planning.planner")
 
 
@@ -78,12 +79,19 @@ def fit(
     return module, limit
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "training", [{}, {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}], ids=["plain", "clipped, accumulated"]
+    ("make", "precision", "training"),
+    [
+        ("torch", "32-true", {}),
+        ("torch", "bf16-mixed", CLIPPED),
+        ("fp32", "bf16-mixed", {}),
+        ("fp32", "bf16-true", CLIPPED),
+        ("int8", "bf16-true", {}),
+        ("int8", "32-true", CLIPPED),
+        ("int8", "bf16-mixed", CLIPPED),
+    ],
+    ids=lambda value: "clipped, accumulated" if value is CLIPPED else str(value or "plain"),
 )
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("make", MAKE)
 def test_few_units_stay_on_the_device_from_the_first_step_on(
     make: str, precision: str, training: dict[str, Any]
 ) -> None:

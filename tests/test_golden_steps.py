@@ -20,6 +20,6 @@ def as_written() -> None:
     assert dist.get_rank() or told == written()[OF_PROCESSES]
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("server")
 def test_steps_of_two_processes() -> None:
     in_processes([as_written])

@@ -178,15 +178,16 @@ def test_bytes_of_a_parameter(
 )
 def test_state_is_known_before_it_is_made(kind: str, options: dict[str, Any]) -> None:
     """With whatever options, without a hook of real steps that would see it, and without a change to the optimizer."""
-    weight = nn.Parameter(torch.ones(100, 100))
-    optimizer = getattr(torch.optim, kind)([{"params": [weight]}], **options)
+    weights = [nn.Parameter(torch.ones(size)) for size in [(100, 100), (100, 100), (7, 3)]]
+    optimizer = getattr(torch.optim, kind)([{"params": weights}], **options)
     seen: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda stepped, *_: seen.append(stepped))
     said = host_memory.state_bytes(optimizer)
     handle.remove()
     assert not seen
     assert not optimizer.state
-    weight.grad = torch.ones_like(weight)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
     optimizer.step()
     state = [value for state in optimizer.state.values() for value in state.values()]
     assert said == sum(value.nbytes for value in state if isinstance(value, Tensor)) > 0

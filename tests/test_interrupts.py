@@ -21,7 +21,7 @@ from sp_lightning import superpipeline
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 
 from .lightning_modules import Base, loader, streamed, trainer
-from .selection import draws
+from .selection import parts
 from .zoo.blocks import WIDTH, chain
 
 
@@ -79,14 +79,16 @@ def run(program: Callable[[], Any], interrupted_at: int = sys.maxsize) -> int:
     return lines
 
 
+@pytest.mark.parametrize("part", parts(12))
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_interrupt_at_a_random_line(name: str) -> None:
+def test_an_interrupt_at_a_random_line(name: str, part: int) -> None:
     """Nothing of the pipeline is left, and the next run is as plain training."""
     make, program = PROGRAMS[name]
+    chance = random.Random(part)
     most = run(partial(program, make()))
-    for _ in range(draws(70)):
+    for _ in range(6):
         model = make()
-        run(partial(program, model), interrupted_at := random.randrange(most))
+        run(partial(program, model), interrupted_at := chance.randrange(most))
         message = f"line {interrupted_at} of {most}"
         assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}, message
         assert all(type(module) is module.__class__ for module in model.modules()), message

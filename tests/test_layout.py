@@ -208,6 +208,7 @@ def test_examples_use_public_names_alone():
     public = {"sp_lightning", *(f"sp_lightning.{name}" for name in sp_lightning.__all__)}
     public |= {f"sp_lightning.optim.{name}" for name in optim.__all__}
     public |= {"sp_lightning.fabric", "sp_lightning.fabric.SuperpipelineStrategy"}
+    public |= {"sp_lightning.transformers", "sp_lightning.transformers.SuperpipelineTrainerMixin"}
     parts = tuple(f"sp_lightning.{room}." for room in ("pipeline", "planning", "timeline", "trainer"))
     for path in modules(EXAMPLES):
         ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
@@ -250,9 +251,11 @@ def test_the_workflow_has_the_oldest_versions():
     job = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8").partition("  oldest:\n")[2]
     python = project["requires-python"].removeprefix(">=")
     assert f'python-version: "{python}"' in job
-    lines = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
-    promised = [line for line in lines if re.match("torch|(pytorch-)?lightning|transformers", line) and ">=" in line]
-    assert len(promised) == 4
+    extras = project["optional-dependencies"]
+    lines = {*project["dependencies"], *extras["recipes"], *extras["trl"]}
+    named = "torch|(pytorch-)?lightning|transformers|accelerate|peft|trl"
+    promised = [line for line in lines if re.match(named, line) and ">=" in line]
+    assert len(promised) == 7
     for line in promised:
         assert " " + line.split(",")[0].replace(">=", "==") in job
 
@@ -264,9 +267,7 @@ def test_declared_dependencies_are_those_imported():
     def names(lines: list[str]) -> set[str]:
         return {re.split(r"[\[>]", line)[0].replace("-", "_") for line in lines}
 
-    optional = names(
-        [line for extra in ("cli", "examples", "fast") for line in project["optional-dependencies"][extra]]
-    )
+    optional = names([line for extra in ("cli", "fast", "recipes") for line in project["optional-dependencies"][extra]])
     found = {name.split(".")[0] for path in modules(PACKAGE) for name in imported(path)}
     found -= {*sys.stdlib_module_names, "sp_lightning", "lightning_fabric"}  # the last comes with pytorch-lightning
     assert found - optional == names(project["dependencies"])

@@ -18,7 +18,7 @@ import pytest
 import recipe
 import torch
 import yaml
-from finetune_chat import ChatLM
+from finetune_chat import ChatLM, make_chat_tokenizer, save
 from long_runs import Loader, Schedule
 from offline import WrittenNumbers
 from torch.utils._pytree import tree_leaves
@@ -65,8 +65,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_a_chat_recipe_that_was_killed_goes_on_with_the_same_numbers(capsys):
-    chats = [[{"role": "user", "content": "2?" * 40}, {"role": "assistant", "content": f"{n}."}] for n in range(30)]
-    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    write_chats()
     whole = run("finetune_chat", *CHAT, output="whole")
     step = random.randrange(1, whole["global_step"])
     command = [sys.executable, "-c", KILLED, str(step), *CHAT, "--output=part"]
@@ -76,6 +75,45 @@ def test_a_chat_recipe_that_was_killed_goes_on_with_the_same_numbers(capsys):
     capsys.readouterr()
     assert_same(run("finetune_chat", *CHAT, "--resume", output="part"), whole)
     assert "Continuing from part/checkpoints/last.ckpt" in capsys.readouterr().out
+
+
+def test_with_a_model_the_same_command_continues(capsys):
+    """One epoch by default, saved and said; options of another run are refused, and what was used is in the log."""
+    save(ChatLM(layers=1, hidden=16, heads=2), make_chat_tokenizer(None), "mine")
+    write_chats()
+    command = ["--accelerator=cpu", "--model=mine", "--chats=chats.jsonl", "--output=out", "--log-every=99"]
+
+    def lines(*arguments: str) -> list[str]:
+        assert not import_module("finetune_chat").main([*command, *arguments])
+        return capsys.readouterr().out.splitlines()
+
+    first = lines()
+    capsys.readouterr()
+    steps = torch.load("out/checkpoints/last.ckpt", weights_only=True)["global_step"]
+    assert f"{steps} steps; --steps or --epochs takes another number" in first
+    assert any(re.fullmatch(r"Step 5, \d+ s left", line) for line in first)
+    assert len([line for line in first if "validation loss" in line]) == 1
+    assert not [line for line in first if "saves no model" in line]
+    options = yaml.safe_load(Path("out/logs/version_0/hparams.yaml").read_text(encoding="utf-8"))
+    assert options["lr"] > 0
+    again = lines("--save=result")
+    assert "Continuing from out/checkpoints/last.ckpt" in again
+    assert "Loss: no step was taken" in again
+    with pytest.raises(SystemExit):
+        lines("--length=128", "--lr=1")
+    error = "out/checkpoints/last.ckpt is of a run with other options (--lr, --length): take another --output, or"
+    assert error in capsys.readouterr().err
+    assert f"{steps} steps; --steps or --epochs takes another number" in lines("--lr=1", "--no-resume")
+    del command[command.index("--output=out")]
+    folders = [lines(f"--lr={rate}")[-1].split()[-1] for rate in (1, 2, 1)]
+    assert folders == [
+        f"runs/finetune_chat{name}" for name in ("/logs/version_0", "_2/logs/version_0", "/logs/version_1")
+    ]
+
+
+def write_chats() -> None:
+    chats = [[{"role": "user", "content": "2?" * 40}, {"role": "assistant", "content": f"{n}."}] for n in range(30)]
+    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
 
 
 EXACT = ["--clip=0.5", "--accumulate=2", "--warmup=2", "--schedule=cosine"]

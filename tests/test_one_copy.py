@@ -94,6 +94,7 @@ def no_copy_of_a_model_from_the_meta_device() -> None:
     assert taken < 8 * MIB if follows else taken > 63 * MIB, f"{taken / MIB:.1f} MiB"
 
 
+@pytest.mark.usefixtures("server")
 def test_memory() -> None:
     in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count=3)
 
@@ -161,6 +162,7 @@ def writes_after_the_end() -> None:
     assert torch.equal(module.head.weight, expected)
 
 
+@pytest.mark.usefixtures("server")
 def test_writes() -> None:
     in_processes([writes_by_the_owner, writes_by_others, writes_in_a_step, writes_after_the_end])
 
@@ -228,6 +230,7 @@ def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], he
         ("batch", 1, "leave out"),
     ],
 )
+@pytest.mark.usefixtures("server")
 def test_a_process_that_ends_is_an_error_in_the_others(moment: str, rank: int, way: str) -> None:
     """In time, with nothing left behind, and the last checkpoint whole."""
     with socket.socket() as free:

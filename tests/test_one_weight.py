@@ -203,7 +203,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_in_its_module(block: type[Block], activations: str) -> None:
@@ -231,7 +230,6 @@ def test_after_its_module_under_autocast(activations: str) -> None:
     )
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("block", "loss_of"), [(Aside, losses_aside), (GradWithinNoGrad, losses_within_no_grad)])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_what_a_custom_function_keeps(block: type[Block], loss_of: Callable[..., Tensor], activations: str) -> None:
@@ -239,7 +237,6 @@ def test_what_a_custom_function_keeps(block: type[Block], loss_of: Callable[...,
     assert_same_story(partial(train, loss_of=loss_of), partial(chain_of, block), activations=activations)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("copy", [torch.tensor, torch.as_tensor, torch.asarray, torch.ones(1).new_tensor])
 def test_factories_wait_for_the_step(copy: Callable[[Tensor], Tensor]) -> None:
     def story(run: Run) -> None:

@@ -50,7 +50,6 @@ class Manual(Exhausted):
         self.optimizers().step()
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "make",
     [

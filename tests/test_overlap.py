@@ -130,7 +130,6 @@ class Counting(SuperpipelineStrategy):
         self.stats = self.pipeline.stats
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_units_are_stepped_in_backward(name: str) -> None:
     """Also in the first step, in which the optimizer makes its state."""
@@ -143,14 +142,12 @@ ACCUMULATED = {"accumulate_grad_batches": 3}
 BY_VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_in_backward_with_accumulation(precision: str) -> None:
     stats = assert_same_fit(precision=precision, **ACCUMULATED)
     assert stats.steps_in_backward == 5 * BLOCKS
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_clipping_by_value_is_torchs(precision: str) -> None:
     stats = assert_same_fit(precision=precision, **BY_VALUE)
@@ -173,7 +170,6 @@ class Clamps(Module):
         self.losses.append(parameter.grad.norm())
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("precision", "accumulate", "overlap"), [("32-true", 1, "auto"), ("bf16-mixed", 2, True), ("bf16-true", 2, "auto")]
 )
@@ -184,7 +180,6 @@ def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap
     assert stats.steps_in_backward == 5 * (BLOCKS - 1)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("clip", "accumulate", "precision"),
     [(1e-3, 1, "32-true"), (1e-3, 2, "bf16-mixed"), (1e3, 1, "bf16-mixed"), (1e-3, 2, "bf16-true")],
@@ -239,7 +234,6 @@ class Averaging(Module):
         self.losses += [p.grad.detach().clone() for p in self.parameters()]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("build", "precision"),
     [
@@ -259,7 +253,6 @@ class Converting(Module):
         self.float()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("precision", "arguments"),
     [("32-true", {"gradient_clip_val": 0.01}), ("bf16-mixed", {}), ("bf16-mixed", {"accumulate_grad_batches": 2})],
@@ -278,7 +271,6 @@ def test_callbacks_that_look_at_gradients_are_exact() -> None:
     assert assert_same_fit(callbacks=[LookingCallback], precision="bf16-mixed").steps_in_backward == 0
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "fails", ["training_step", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
 )
@@ -434,7 +426,6 @@ AFTER_A_STEP = [
 ]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hook", AFTER_A_STEP)
 def test_any_hook_may_read_gradients_after_the_step(hook: str, tmp_path: Path) -> None:
     saves = {"enable_checkpointing": True, "default_root_dir": tmp_path} if hook == "on_save_checkpoint" else {}
@@ -489,7 +480,6 @@ class Leaving(Module):
             optimizer.zero_grad()
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, BY_VALUE], ids=str
@@ -498,7 +488,6 @@ def test_gradients_that_a_user_leaves_add_up(arguments: dict[str, Any], precisio
     assert_same_fit(Leaving, precision=precision, **arguments)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("overflow_at", "clip", "accumulate"), [(1, None, 1), (3, 0.01, 1), (1, 0.01, 2), (3, None, 2)]
 )
@@ -591,7 +580,6 @@ def test_strategies_of_users(changes: type) -> None:
     assert_same_trace(*traces)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("make", "plugins"),
     [(Module, [ChangesGradients]), (Module, [ChangesGradientsByAHook]), (AddsUpItself, []), (WarmsUp, [])],

@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -34,7 +35,7 @@ from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import batch_of, find, gpu_named, known, named_model, recipe
 from sp_lightning.planning.memory import device_bytes, first_choice, first_host_bytes
-from sp_lightning.planning.report import Report
+from sp_lightning.planning.report import Report, readable_hours
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 SHOWN = re.compile(r"```bash\n(sp-lightning plan [^\n]+)\n```\n\n```text\n(.*?)```", re.DOTALL)
@@ -60,8 +61,9 @@ def run(command: str) -> str:
     return printed.getvalue()
 
 
+@cache
 def planned(arguments: str) -> Report:
-    """What a command plans for."""
+    """What a command plans for; a plan of a large model takes seconds."""
     reports = []
 
     def noted(*args, **options):
@@ -90,7 +92,6 @@ def test_the_document_shows_what_is_printed():
         assert run(command) == output, f"`python {Path(__file__).name}` writes it anew"
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -102,10 +103,12 @@ def test_the_document_shows_what_is_printed():
     ],
 )
 def test_published_sizes(name, parameters):
-    report = planned(f"{name} --precision bf16-true --activations recompute")
-    assert report.title == name
-    assert report.sizes.startswith(f"{parameters:,} parameters in ")
-    assert report.best.step.device_bytes < 24 * 2**30
+    assert sum(weight.numel() for weight in named_model(name).parameters()) == parameters
+    if parameters < 2e9:
+        report = planned(f"{name} --precision bf16-true --activations recompute")
+        assert report.title == name
+        assert report.sizes.startswith(f"{parameters:,} parameters in ")
+        assert report.best.step.device_bytes < 24 * 2**30
 
 
 def test_all_models_that_are_built_in():
@@ -115,7 +118,6 @@ def test_all_models_that_are_built_in():
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 has other names for parts of models")
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Phi-4", "Gemma-3-4B-it", "Qwen3-30B-A3B", "DINOv2-giant"])
 def test_shapes_are_those_of_the_library(name):
     """Written by a script, which compares all; the plan is the same, with adapters, too."""
@@ -154,7 +156,6 @@ def test_gpus_as_people_call_them(name, gpu):
     assert gpu_named(name) == gpu
 
 
-@pytest.mark.slow
 def test_speed_is_a_range():
     """From the lowest to the highest share of the peak; the search is for the lowest, and searches for the highest."""
     report = planned("Qwen3-1.7B --gpu 4090 --tokens 8192 --host_memory 64GiB")
@@ -163,7 +164,7 @@ def test_speed_is_a_range():
     assert (row.given.compute, row.given.compute_at_best) == (165.2 * reach["low"], 165.2 * reach["high"])
     low, high = row.tokens_per_second
     assert low < high < low * reach["high"] / reach["low"] * 1.01
-    assert f"It trains {low:,.0f} to {high:,.0f} tokens/s" in report.answer()
+    assert f"Estimated speed: {low:,.0f} to {high:,.0f} tokens/s (" in report.answer()
     slow = plan(named_model("Qwen3-1.7B"), replace(row.given, compute_at_best=None))
     assert slow.best.step == row.step
 
@@ -206,7 +207,6 @@ def test_assumptions_change_the_plan():
     assert slow.seconds > 10 * fast.seconds
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -232,7 +232,6 @@ def test_nothing_fits(arguments, says):
     assert all(line.startswith("It fits ") and "tokens/s" in line for line in helps)
 
 
-@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("arguments", "changes"),
     [
@@ -242,8 +241,7 @@ def test_nothing_fits(arguments, says):
         ),
         ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
-        ("Qwen3-8B --host_memory 16GiB --lora 16", ["on a machine with 24.0 GiB of GPU memory and 22.0 GiB of RAM"]),
-        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with"]),
+        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 8.0 GiB of RAM"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
         ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),
     ],
@@ -255,8 +253,9 @@ def test_a_remedy_has_been_planned(arguments, changes):
     assert len(report.remedies) == len(changes)
     for (change, row), begin in zip(report.remedies, changes, strict=True):
         assert change.startswith(begin)
-        again = plan(named_model(arguments.split()[0]), row.given)
-        assert again.rows[0].step == row.step is not None
+        assert row.step is not None
+    again = plan(named_model(arguments.split()[0]), report.remedies[0][1].given)
+    assert again.rows[0].step == report.remedies[0][1].step
 
 
 def test_a_plan_for_scripts():
@@ -273,7 +272,7 @@ def test_a_plan_for_scripts():
     assert best["given"]["moments"] == shown.best.given.moments
     assert best["tokens_per_second"] == [2048 / step.seconds] * 2
     assert "of RAM, and there are 64.0 GiB" in report["rows"][0]["missing"]
-    short = json.loads(run("sp-lightning plan --model Qwen3-8B --host-memory 20GiB --json"))
+    short = json.loads(run("sp-lightning plan Qwen3-8B --host-memory 20GiB --json"))
     assert [remedy["fits"] for remedy in short["remedies"]] == [True]
 
 
@@ -285,7 +284,7 @@ def test_host_memory_is_a_limit():
             report = run(f"sp-lightning plan --model Llama-3.1-8B --tokens {tokens} {sizes} {room}GiB")
             report = " ".join(report.split())  # wherever its lines end
             assert (" recompute." in report, " offload" in report) == (room == 64, room > 64)
-            assert " fits with AdamW(moments='int8') in bf16-true, in every step: " in report
+            assert " fits with AdamW(moments='int8') in bf16-true, including the first steps: " in report
 
 
 def test_the_answer_is_what_to_type(monkeypatch, tmp_path):
@@ -295,10 +294,12 @@ def test_the_answer_is_what_to_type(monkeypatch, tmp_path):
     )
     arguments = f"--model qwen/qwen3-8b --gpu 'rtx 4090' --moments int8 --precision bf16-true {given}"
     first, speed = answer(arguments)
-    assert first.startswith("qwen/qwen3-8b on RTX 4090 fits with AdamW(moments='int8') in bf16-true, in every step: ")
+    assert first.startswith(
+        "qwen/qwen3-8b on RTX 4090 fits with AdamW(moments='int8') in bf16-true, including the first steps: "
+    )
     said = (
-        r"It trains [\d,]+ to [\d,]+ tokens/s, a million in [\d.]+ to [\d.]+ hours; a step of 32,768 tokens takes "
-        r"[\d.]+ s at most, limited by computing on the GPU\."
+        r"Estimated speed: [\d,]+ to [\d,]+ tokens/s \([\d.]+ to [\d.]+ minutes per million\); a step of 32,768 tokens "
+        r"takes [\d.]+ s at most, limited by computing on the GPU\."
     )
     assert re.fullmatch(said, speed)
     loss, optimizer, trainer, _, command = typed(arguments)
@@ -309,7 +310,7 @@ def test_the_answer_is_what_to_type(monkeypatch, tmp_path):
     assert (made.accumulate_grad_batches, made.gradient_clip_val) == (4, 1.0)
     model = nn.Linear(2, 2).bfloat16()
     assert eval(optimizer, {**names, "model": model}).defaults["lr"] > 0
-    parsed = parsed_recipe(command.removeprefix("python examples/"), monkeypatch, tmp_path)
+    parsed = parsed_recipe(command.removeprefix("sp-lightning "), monkeypatch, tmp_path)
     assert (parsed.model, parsed.optimizer, parsed.batch_size, parsed.length) == ("Qwen/Qwen3-8B", "int8", 8, 1024)
     assert (parsed.accumulate, parsed.clip, parsed.precision) == (4, 1.0, "bf16-true")
     assert parsed.strategy.options.activations == "recompute"
@@ -328,7 +329,7 @@ def parsed_recipe(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -
         (folder / name).touch()
     (folder / "IMAGES").mkdir(exist_ok=True)
     script, *options = command.split()
-    return importlib.import_module(Path(script).stem).parse(options)
+    return importlib.import_module(script.replace("-", "_")).parse(options)
 
 
 def test_every_recipe_takes_what_is_to_be_typed(monkeypatch, tmp_path):
@@ -365,7 +366,6 @@ def test_a_name_that_is_misspelled_is_answered_with_the_nearest(capsys):
     assert "nearest names that are built in: Qwen3-8B, Qwen3-4B" in capsys.readouterr().err
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("memory", "moments", "all_on_host", "staying"),
     [
@@ -394,10 +394,37 @@ def test_no_more_units_stay_on_the_gpu_than_there_are():
     report = planned("DINOv2-large --precision bf16-true --tokens 64 --length 64")
     row = report.best
     assert row.living == row.units < len(row.step.choice.living)
-    assert f"Of {row.units} units, {row.units} stay on the GPU" in row.choice()
+    said = f"Of {row.units} units, {row.units} stay on the GPU with their optimizer state. Activations: "
+    assert row.choice().startswith(said), "none that streams, or that the CPU updates"
+    streams = "Of 4 units, 4 stream through k=4 places, the CPU updates 4. Activations: 4 "
+    assert planned(f"{__name__}.Stack --model.width 512 --optimizer_on host").best.choice().startswith(streams)
 
 
-@pytest.mark.slow
+def test_adapters_have_one_way_to_keep_moments():
+    report = planned("Qwen3-0.6B --lora 16")
+    assert len(report.rows) == 1
+    assert typed("Qwen3-0.6B --gpu 4090 --lora 16")[-1].startswith("`--train qlora` instead rounds")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [((0.5, 7), "0.5 to 7.0 seconds"), ((400, 541), "6.7 to 9.0 minutes"), ((4000, 4000), "67 minutes"),
+     ((9000, 50_000), "2 to 14 hours"), ((1e5, 2e6), "1 to 23 days")],
+)  # fmt: skip
+def test_times_are_in_the_unit_in_which_one_thinks_of_them(seconds, said):
+    assert readable_hours(*seconds) == said
+
+
+def test_options_are_shown_as_they_are_documented(capsys):
+    """With dashes; underscores are understood."""
+    with pytest.raises(SystemExit):
+        status("sp-lightning plan --help")
+    printed = capsys.readouterr().out
+    assert "usage: sp-lightning plan MODEL [--gpu NAME]" in printed
+    assert "--host-memory " in printed
+    assert not re.search(r"--\w*_", printed)
+
+
 def test_the_ladder_of_host_memory():
     """Each rung takes less; the step on the host falls with what the optimizer reads and writes."""
     rungs = planned("Llama-3.1-8B --optimizer_on host").rows
@@ -443,7 +470,8 @@ def test_rates_are_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("", "the following arguments are required: model"),
+        ("", "name a model, such as `sp-lightning plan Qwen3-8B`; `sp-lightning plan --help` lists what is built in"),
+        ("Qwen3-9B --gpu 4090", "The nearest names that are built in: Qwen3-8B"),
         ("--model os.path", "does not correspond to a subclass of Module"),
         ("--model torch.nn.Nothing", "torch.nn.Nothing"),
         ("--model nowhere.Net", "No module named 'nowhere'"),
@@ -469,7 +497,9 @@ def test_rates_are_measured(monkeypatch):
         ("--model Llama-3.1-8B --host_memory 64", "`host_memory=64` must be an amount of memory"),
         ("--model Llama-3.1-8B --gpu 'RTX 9090'", "gpu: 'RTX 9090' is not one of RTX 3060"),
         ("--model Llama-3.1-8B --devices 0", "`devices=0` must be above zero"),
-        ("--model Llama-3.1-8B --precision fp8", "'32-true'"),
+        ("--model Llama-3.1-8B --precision fp8", "`--precision`: 'fp8' is not one of 32-true, bf16-mixed, 16-mixed, "),
+        ("--model Llama-3.1-8B --tokens many", "`--tokens`: Expected a int. Got value: many"),
+        (f"--model {__name__}.NoModel", f"module '{__name__}' has no attribute 'NoModel'"),
         ("--model Llama-3.1-8B --layers 3", "unrecognized arguments: --layers 3"),
         ("--model Llama-3.1-8B --units Block", "matches no module"),
     ],
@@ -479,6 +509,7 @@ def test_errors(arguments, says, capsys):
     printed = capsys.readouterr().err
     assert printed.startswith("sp-lightning: error: ")
     assert says in printed
+    assert len(printed.splitlines()) == 1
 
 
 def test_without_transformers(monkeypatch, capsys):

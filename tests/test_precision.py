@@ -20,7 +20,6 @@ from .lightning_modules import Base, assert_same_training, fit, streamed, traine
 LIGHTNING = Namespace("lightning.pytorch")
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", "bf16-mixed"])
 def test_bit_equal(precision):
     trace = assert_same_training(Base, arguments=lambda: {"precision": precision, "gradient_clip_val": 0.1})

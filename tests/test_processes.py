@@ -137,6 +137,7 @@ def two_machines() -> None:
     assert Noted.noted[-1].stats.steps_in_backward, "units are stepped as their sums come"
 
 
+@pytest.mark.usefixtures("server")
 def test_ways_of_training() -> None:
     in_processes(
         [as_it_comes, mixed_precision, options, compact_optimizers, refused_optimizers, units_that_live_on_the_device]
@@ -376,6 +377,7 @@ def modules() -> None:
     assert_as_ddp(ReadsLate, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
 
 
+@pytest.mark.usefixtures("server")
 def test_modules() -> None:
     in_processes([modules])
 
@@ -488,6 +490,7 @@ def timeline_and_table() -> None:
         assert any(words in str(call) for call in said.mock_calls) is (dist.get_rank() == 0)
 
 
+@pytest.mark.usefixtures("server")
 def test_trainer() -> None:
     checks = [evaluation, backward_in_evaluation_steps, averaged_weights, pruning, checkpoints, timeline_and_table]
     in_processes(checks)
@@ -542,6 +545,7 @@ def launched_by_torchrun() -> None:
     assert (ours.world_size, ours.global_rank) == (2, dist.get_rank())
 
 
+@pytest.mark.usefixtures("server")
 def test_torchrun() -> None:
     in_processes([launched_by_torchrun])
 

@@ -3,103 +3,110 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from .selection import FILES, MARKS, ONE_OF_EACH, TESTS, is_plain, left_out
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .selection import AT_MOST, CASE, TESTS, Case, functions_in, left_out, plain_cases, seconds_of_cases
+from .times import Times, updated
 
 
-def test_marks_are_declared():
-    pytest_options = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    declared = dict(line.split(": ", 1) for line in pytest_options["markers"])
-    assert {name: text for name, text in declared.items() if name in MARKS} == MARKS
-    assert declared.keys() - MARKS == {"gpu", "one_in(count)"}
+@pytest.mark.parametrize(
+    ("seconds", "plain"),
+    [
+        ([0.0], [0]),
+        ([0.3], [0]),
+        ([1.9], [0]),
+        ([2.1], []),
+        ([1.9, 0.6, 3.0], [1]),
+        ([2.1, 2.2], []),
+        ([0.3, 0.4, 0.0, 9.0], [0, 2]),
+        ([0.2, 0.2, 0.2, 0.2], [0, 1, 2, 3]),
+        ([0.2, 0.3, 0.2, 0.2, 0.2, 0.0], [0, 2, 4, 5]),
+        ([0.3, 0.2, 0.3, 0.3, 0.3, 0.6], [0, 1, 2, 4]),  # the cheapest, wherever it is
+    ],
+)
+def test_the_rule(seconds: list[float], plain: list[int]):
+    assert [number for number, runs in enumerate(plain_cases(seconds, range(len(seconds)))) if runs] == plain
 
 
-def test_files_and_tests_exist():
-    assert not [file for files in FILES.values() for file in files if not (TESTS / file).is_file()]
-    for test in ONE_OF_EACH:
-        file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (TESTS / file).read_text(encoding="utf-8")
-        assert any(file in files for files in FILES.values())
+@pytest.mark.parametrize("letter", "abcd")
+@pytest.mark.parametrize(("number", "name"), [(1, "one"), (2, "two"), (3, "three")])
+def test_half_of_a_grid_has_each_value(letter: str, number: int, name: str, request: pytest.FixtureRequest):
+    """This is one, of which nine cases are on the diagonals; a new test without measured times runs whole."""
+    assert request.node.stash[CASE].is_plain
+    assert request.node.stash[CASE].place == "abcd".index(letter) + number - 1
 
 
-def runs(arguments: list[str], marks: str | None, markexpr: str = "", everything: bool = False) -> bool:
-    """Whether a test of tests/test_compile.py that has a mark, or none, runs."""
-    options = {"all": everything, "markexpr": markexpr}
+def runs(arguments: list[str], plain: bool, **asked_by: object) -> bool:
+    """Whether a test of tests/test_compile.py runs."""
+    options = {"all": False, "markexpr": "", "nightly": False, **asked_by}
     config = SimpleNamespace(getoption=options.get, args=arguments, invocation_params=SimpleNamespace(dir=TESTS.parent))
-    its_marks = [pytest.mark.parametrize.mark, SimpleNamespace(name=marks)]
-    item = SimpleNamespace(path=TESTS / "test_compile.py", iter_markers=lambda: its_marks)
+    item = SimpleNamespace(path=TESTS / "test_compile.py", stash={CASE: Case("", 0, 0, plain)})
     return not left_out(config, [item])
 
 
 @pytest.mark.parametrize("arguments", [["tests"], ["tests/pipeline", "tests/test_overlap.py"]])
-def test_a_plain_run_leaves_marked_tests_out(arguments: list[str]):
-    assert runs(arguments, None)
-    assert not any(runs(arguments, name) for name in MARKS)
+def test_a_plain_run_leaves_out_what_takes_long(arguments: list[str]):
+    assert runs(arguments, plain=True)
+    assert not runs(arguments, plain=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "asked_by"),
     [
-        (["tests"], {"everything": True}),
-        (["tests"], {"markexpr": "compile"}),
+        (["tests"], {"all": True}),
+        (["tests"], {"nightly": True}),
+        (["tests"], {"markexpr": "gpu"}),
         (["tests/test_overlap.py", "tests/test_compile.py"], {}),
         (["tests/test_compile.py::test_lightning"], {}),
         ([str(TESTS / "test_compile.py")], {}),
     ],
 )
 def test_who_asks_for_a_test_gets_it(arguments: list[str], asked_by: dict[str, object]):
-    assert runs(arguments, "compile", **asked_by)
+    assert runs(arguments, plain=False, **asked_by)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("letter", "abcd")
-@pytest.mark.parametrize(("number", "name"), [(1, "one"), (2, "two"), (3, "three")])
-def test_a_plain_run_has_a_third_of_a_grid(letter: str, number: int, name: str, request: pytest.FixtureRequest):
-    """This is one: each letter is there, and each number."""
-    is_on_diagonal = ("abcd".index(letter) + number - 1) % 3 == 0
-    assert is_plain(request.node) is is_on_diagonal
-
-
-def test_each_value_of_a_grid_is_in_a_plain_run(request: pytest.FixtureRequest):
-    """Where all cases of a grid were collected."""
-    shown: dict[bool, set[tuple[str, str, int]]] = {True: set(), False: set()}
-    for item in request.session.items:
-        if item.get_closest_marker("one_in") and len([*item.iter_markers("parametrize")]) > 1:
-            test = item.nodeid.partition("[")[0]
-            shown[is_plain(item)] |= {(test, name, id(value)) for name, value in item.callspec.params.items()}
-    assert shown[True]
-    assert not shown[False] - shown[True]
-
-
-def is_plain_by_name(name: str) -> bool:
-    """Whether a plain run has something of what the map of promises names."""
-    file, _, test = name.partition("::")
-    found = [path for path in TESTS.rglob("*") if path.with_suffix("").as_posix().endswith(f"/{file}")]
+def named_tests(name: str) -> list[tuple[Path, str]]:
+    """What the map of promises names: a test, those of a file, or those of a folder."""
+    file, _, test = name.removeprefix("tests/").partition("::")
+    named = [path for path in TESTS.rglob("*") if path.with_suffix("").as_posix().endswith(f"/{file}")]
+    files = [path for place in named for path in (place.rglob("test_*.py") if place.is_dir() else [place])]
+    pattern = test.replace("*", ".*")
+    found = [(path, function) for path in files for function in functions_in(path) if re.match(pattern, function)]
     assert found, f"{name} is not there"
-    marked = {TESTS / path for paths in FILES.values() for path in paths}
-    kept = {TESTS / path.partition("::")[0] for path in ONE_OF_EACH if test.strip("*") in path}
-    return any(path not in marked or path in kept for path in found)
+    return found
+
+
+def plain_tests(name: str) -> list[str]:
+    on_host = [(path, function) for path, function in named_tests(name) if path.parent.name != "gpu"]
+    return [function for path, function in on_host if min(seconds_of_cases(path, function)) < AT_MOST]
+
+
+def needs_much(name: str) -> bool:
+    """Whether it needs a device, or several processes."""
+    signs = ("pytest.mark.gpu", "second_device.build import", "in_processes(")
+    return any(sign in path.read_text(encoding="utf-8") for path, _ in named_tests(name) for sign in signs)
+
+
+def promises() -> list[tuple[str, list[str]]]:
+    """The rows of the map, and what they name."""
+    rows = (TESTS / "README.md").read_text(encoding="utf-8").partition("| promise |")[2].splitlines()[2:]
+    cells = [row.split(" | ") for row in rows if row.startswith("|")]
+    return [
+        (promise, re.findall(r"`([\w/]*test[\w/]*(?:::\w+\*?)?|pipeline/optimizer)`", shown_by))
+        for promise, shown_by in cells
+    ]
 
 
 def test_each_promise_has_a_plain_test():
-    """Those that need several processes or another device say that `--all` shows them."""
-    table = (TESTS / "README.md").read_text(encoding="utf-8").partition("| promise |")[2]
-    rows = [row for row in table.splitlines()[2:] if row.startswith("|")]
-    assert len(rows) > 15
-    for row in rows:
-        names = re.findall(r"`([\w/]*test[\w/]*(?:::\w+\*?)?|pipeline/optimizer)`", row.partition("|")[2])
-        assert names, row
-        assert any(is_plain_by_name(name.removeprefix("tests/")) for name in names) or "`--all`" in row, row
+    """And so has each place that the map names, unless it needs a device or several processes."""
+    assert len(promises()) > 15
+    for promise, names in promises():
+        without = [name for name in names if not plain_tests(name)]
+        assert len(without) < len(names), promise
+        assert all(map(needs_much, without)), without
 
 
 def test_a_plain_run_is_most_of_the_suite(request: pytest.FixtureRequest):
@@ -107,9 +114,36 @@ def test_a_plain_run_is_most_of_the_suite(request: pytest.FixtureRequest):
     items = request.session.items
     if not request.config.getoption("all") or {item.path for item in items} < {*TESTS.rglob("test_*.py")}:
         pytest.skip("not all tests were collected")
-    assert sum(is_plain(item) and not item.get_closest_marker("gpu") for item in items) >= 2_300
+    assert sum(item.stash[CASE].is_plain and not item.get_closest_marker("gpu") for item in items) >= 1_800
 
 
-def test_each_file_has_one_kind_of_mark():
-    everything = [Path(file) for files in FILES.values() for file in files]
-    assert len(everything) == len(set(everything))
+def test_a_budget_fails_the_run_and_names_the_dearest():
+    """The CPU seconds of tests that are not plain do not count."""
+    options = {"budget": 3, "write_times": False}
+    times = Times(SimpleNamespace(getoption=options.get))
+    said: list[str] = []
+    reporter = SimpleNamespace(section=said.append, line=said.append)
+    for function, seconds, plain, says in [
+        ("dear", 2, True, ""),
+        ("long", 9, False, ""),
+        ("cheap", 1.5, True, "   2.0 s  dear, case 1\n   1.5 s  cheap, case 1"),
+    ]:
+        times.pytest_runtest_logreport(
+            SimpleNamespace(case=tuple(Case(function, 0, 0, plain)), seconds=seconds, shared=0, skipped=False)
+        )
+        session = SimpleNamespace(exitstatus=0)
+        times.pytest_sessionfinish(session)
+        said.clear()
+        times.pytest_terminal_summary(reporter)
+        assert bool(session.exitstatus) == bool(says)
+        assert "\n".join(said).endswith(says)
+        assert ("dear, case" in "\n".join(said)) == bool(says)
+
+
+def test_times_are_updated():
+    """What ran is there if it takes long enough; nearly the same times stay, and so does what did not run."""
+    exists, too = "test_selection.py::test_the_rule", "test_selection.py::test_half_of_a_grid_has_each_value"
+    before = {exists: [0.3, 0.5, 2.0], "test_gone.py::test": [1.0], too: [0.7]}
+    measured = {Case(exists, 0, 0, True): 0.4, Case(exists, 2, 2, True): 0.96}
+    assert updated(before, measured) == {exists: [0.3, 0.5, 1.0], too: [0.7]}
+    assert updated(before, {Case(too, 0, 0, True): 0.04}) == {exists: [0.3, 0.5, 2.0]}

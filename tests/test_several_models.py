@@ -14,7 +14,6 @@ from .helpers import Run, attached, same
 from .zoo.blocks import chain
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scopes", [1, 2])
 @pytest.mark.parametrize("trained", [True, False])
 def test_operations_over_weights_of_two(trained, scopes):

@@ -32,7 +32,6 @@ def train(name: str, k: int, k_prime: int = 1) -> tuple[float, dict[Lane, float]
     return sum(trained.seconds[-3:]) / 3, trained.busy
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_step_takes_as_long_as_the_busiest_lane(name, k, k_prime):

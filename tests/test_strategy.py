@@ -192,13 +192,11 @@ def test_weights_outside_of_their_unit(use):
     assert_same_training(lambda: Outside(use))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_schedulers(name):
     assert_same_training(configured(OPTIMIZERS[name]))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [Adversaries, Accumulating, Penalty, Late])
 def test_modules(kind):
     assert_same_training(kind)
@@ -212,7 +210,6 @@ def test_backward_passes_within_a_training_step(kind, activations, precision):
     assert_same_training(kind, arguments=lambda: {"precision": precision}, activations=activations)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -271,7 +268,6 @@ def under_another_trainer(ours: L.Trainer, module: Base) -> Any:
     return trainer(plain()).predict(module, loader(2))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "drive", [evaluate, everything_in_a_row, another_module_with_the_same_trainer, under_another_trainer]
 )
@@ -342,7 +338,6 @@ def test_pruning_trains_the_originals_on_the_cpu():
     assert_same_trace(*traces)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks(name):
     assert_same_training(arguments=lambda: {"callbacks": CALLBACKS[name](), "max_epochs": 5})
@@ -355,7 +350,6 @@ def test_swa_steps_once_more_with_the_last_gradients(arguments):
     assert_same_training(arguments=lambda: {"callbacks": swa(), "max_epochs": 3, "limit_val_batches": 0, **arguments})
 
 
-@pytest.mark.compile
 def test_a_compiled_lightning_module():
     """Hazard 25: Lightning has a list of strategies that may run one, and ours is a strategy for a single device."""
 

@@ -115,7 +115,6 @@ def writers(write: Write, **options: bool | int) -> nn.Module:
     return Chain([Writes(write, **options) for _ in range(4)])
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*changes its weights in place")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("name", [*WRITES, *UNCOUNTED])
@@ -220,7 +219,6 @@ def test_an_optimizer_that_keeps_the_memory_of_weights(cls: type[SGD], outside: 
     assert_same_story(story, lambda: Chain([Block() for _ in range(3)]), k=3)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("calls_before", [0, 2])
 @pytest.mark.parametrize("name", WRITES)
 def test_weights_under_autocast(name: str, calls_before: int) -> None:
@@ -258,7 +256,6 @@ class ChecksPoint(nn.Module):
         return checkpoint(self.block, x.requires_grad_() if x.is_leaf else x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("unit", [ChecksPoint, Writes])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -310,7 +307,6 @@ def test_buffers_that_are_written_to_later(calls_before: int) -> None:
     assert_same_story(train, lambda: Chain([blocks() for _ in range(4)]), activations="recompute")
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("elements", [10, 100_000])
 @pytest.mark.parametrize("name", WRITES)

@@ -29,7 +29,7 @@ from sp_lightning.planning.report import Row, number_range, plan_row, readable_s
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("planned.json")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- planned: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 MACHINES = [  # a GPU, a host and its memory
     ("RTX 3060", "desktop DDR4", "32GiB"),
@@ -56,14 +56,27 @@ CLIPPED: dict[str, Any] = {"gradient_clip_val": 1.0}
 IN_EIGHT_BITS: dict[str, Any] = {"precision": "bf16-true", "moments": "int8"}
 USERS: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [
     ("an 8B on chats, all weights", "Qwen3-8B", ("RTX 4090", "desktop DDR5", "64GiB"), {"tokens": 8192}),
+    ("a mixture of 30B, all weights", "Qwen3-30B-A3B", ("RTX 4090", "server DDR5", "256GiB"), {"tokens": 8192}),
+    ("the same with LoRA", "Qwen3-30B-A3B", ("RTX 4090", "desktop DDR5", "128GiB"), {"tokens": 8192, "lora": 16}),
     ("FLUX.1 with LoRA", "FLUX.1-dev", ("RTX 3060", "desktop DDR4", "64GiB"), {"lora": 16}),
-    (
-        "a mixture with LoRA",
-        "Qwen3-30B-A3B",
-        ("RTX 4090", "desktop DDR5", "128GiB"),
-        {"tokens": 8192, "lora": 16},
-    ),
 ]
+MORE: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [  # not on the first page
+    ("a mixture of 20B, all weights", "gpt-oss-20b", ("RTX 4090", "desktop DDR5", "192GiB"), {"tokens": 8192}),
+    (
+        "a 70B with LoRA",
+        "Llama-3.1-70B",
+        ("RTX 4090", "workstation DDR5", "192GiB"),
+        {"tokens": 4096, "accumulate": 2, "lora": 16},
+    ),
+    ("Qwen-Image with LoRA", "Qwen-Image", ("RTX 4090", "desktop DDR5", "64GiB"), {"lora": 16}),
+    ("Qwen-Image, all weights", "Qwen-Image", ("RTX 4090", "desktop DDR5", "192GiB"), {}),
+    ("FLUX.1, all weights", "FLUX.1-dev", ("RTX 4090", "desktop DDR5", "128GiB"), {}),
+]
+LONGEST = [  # decoders whose longest row is planned: a name, and the rank of adapters
+    ("Llama-3.1-8B", None),
+    ("Llama-3.1-8B", 16),
+]
+CARDS = ("24GiB", "80GiB")
 HOSTS = ("32GiB", "64GiB", "128GiB")
 WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"}, IN_EIGHT_BITS]
 STEPS: list[dict[str, Any]] = [{}, CLIPPED, {"accumulate": 8}, {**CLIPPED, "accumulate": 8}]
@@ -102,15 +115,32 @@ def plan_machine(number: int, models: Sequence[tuple[str, int | None]] = tuple(M
     return [plain(first_that_fits(named_model(name), each)) for name, each in given]
 
 
-def plan_user(number: int) -> dict[str, Any]:
-    """Plan what a user wants, clipped if that fits, with the command for it."""
-    _, name, place, wanted = USERS[number]
-    wanted = {**batch_of(name), **wanted}
-    for clip in (CLIPPED, {}):
-        row = first_that_fits(named_model(name), Assumptions(**machine(*place), **wanted, **clip))
-        if row.step is not None:
-            break
-    return {**plain(row), "command": recipe(name, row.given)}
+def plan_user(user: tuple[str, str, tuple[str, str, str], dict[str, Any]]) -> dict[str, Any]:
+    """Plan what a user wants, clipped by norm, with the commands that print this, and that train it."""
+    what, name, (gpu, host, memory), wanted = user
+    given = Assumptions(**machine(gpu, host, memory), **{**batch_of(name), **wanted}, **CLIPPED)
+    row = first_that_fits(named_model(name), given)
+    options = {**wanted, **CLIPPED}
+    typed = " ".join(f"--{option.replace('_', '-')} {value:g}" for option, value in options.items())
+    asked = f'plan {name} --gpu "{gpu}" --host "{host}" --host-memory {memory} {typed}'
+    return {"what": what, "on": f"{gpu}, {memory.replace('GiB', ' GiB')} of RAM", **plain(row), "plan": asked,
+            "command": recipe(name, row.given)}  # fmt: skip
+
+
+def plan_longest(name: str, lora: int | None, memory: str) -> int:
+    """Return the longest row of tokens, in multiples of 1,024, that fits a GPU, whatever RAM it takes up to 256 GiB."""
+    given: dict[str, Any] = {"host_memory": "256GiB", "device_memory": memory, "lora": lora, **CLIPPED}
+    if lora is None:
+        given |= IN_EIGHT_BITS
+    model = named_model(name)
+    fits, too_long = 1, 4096
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if plan_row(model, Assumptions(tokens=1024 * middle, length=1024 * middle, **given)).step is None:
+            too_long = middle
+        else:
+            fits = middle
+    return 1024 * fits
 
 
 def plan_eight() -> list[list[dict[str, Any]]]:
@@ -146,7 +176,9 @@ def plan_everything() -> dict[str, Any]:
     """Plan all figures."""
     return {
         "machines": [plan_machine(number) for number in range(len(MACHINES))],
-        "users": [plan_user(number) for number in range(len(USERS))],
+        "users": [plan_user(user) for user in USERS],
+        "more": [plan_user(user) for user in MORE],
+        "longest": [[plan_longest(*model, memory) for memory in CARDS] for model in LONGEST],
         "eight": plan_eight(),
         "sizes": [[plan_size(memory, way) for way in WAYS] for memory in HOSTS],
         "replay": [list(map(round, replay.predicted(run))) for run in replay.RUNS],
@@ -174,16 +206,47 @@ def place_of(cell: dict[str, Any]) -> str:
 
 
 def users(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what people do, with the commands that plan it, and the one that trains the first."""
+    yield from table(figures["users"])
+    yield ""
+    yield "```bash"
+    yield from (f"sp-lightning {cell['plan']}" for cell in figures["users"])
+    yield f"sp-lightning {figures['users'][0]['command']}"
+    yield "```"
+
+
+def more(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield more of what people do, each with the command that plans it."""
+    yield from table(figures["more"])
+    yield ""
+    yield "```bash"
+    yield from (f"sp-lightning {cell['plan']}" for cell in figures["more"])
+    yield "```"
+
+
+def table(cells: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of what people do."""
-    yield "| you fine-tune | on | command | planned |"
-    yield "| --- | --- | --- | --- |"
-    for (what, _, (gpu, _, memory), _), cell in zip(USERS, figures["users"], strict=True):
-        clipped = "clipped" if cell["clipped"] else "not clipped"
+    yield "| you fine-tune | on | GPU memory | RAM | tokens/s | tokens in a step |"
+    yield "|" + " --- |" * 6
+    for cell in cells:
         yield (
-            f"| {what} | {gpu}, {memory.replace('GiB', ' GiB')} of RAM | `python examples/{cell['command']}` "
-            f"| {cell['device']} of GPU memory, {cell['host']} of RAM; {cell['speed']} tokens/s in steps of "
-            f"{cell['tokens']:,}, {clipped} |"
+            f"| {cell['what']} | {cell['on']} | {cell['device']} | {cell['host']} | {cell['speed']} "
+            f"| {cell['tokens']:,} |"
         )
+
+
+def mixture(figures: dict[str, Any]) -> str:
+    """Return how fast a mixture of experts trains, all of it."""
+    return f"{figures['users'][1]['speed']} tokens/s"
+
+
+def longest(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of the longest rows."""
+    yield f"| tokens in a row | {' | '.join(memory.replace('GiB', ' GiB') + ' of GPU memory' for memory in CARDS)} |"
+    yield "|" + " --- |" * (1 + len(CARDS))
+    for (name, lora), tokens in zip(LONGEST, figures["longest"], strict=True):
+        what = "all weights, int8 moments" if lora is None else "LoRA"
+        yield f"| {name}, {what} | {' | '.join(f'{each:,}' for each in tokens)} |"
 
 
 def first_user(figures: dict[str, Any]) -> str:
@@ -242,7 +305,8 @@ def runs(figures: dict[str, Any]) -> Iterator[str]:
 
 
 FIGURES: dict[str, Callable[[dict[str, Any]], str | Iterator[str]]] = {
-    each.__name__: each for each in (machines, users, first_user, eight, sizes, bytes_per_parameter, runs)
+    each.__name__: each
+    for each in (machines, users, more, longest, first_user, mixture, eight, sizes, bytes_per_parameter, runs)
 }
 
 

@@ -1,4 +1,4 @@
-"""Compares what two runs have shown, and says how far they are apart."""
+"""Compares the numbers of two runs, and says how far they are apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sp_lightning.check_program.observer import Label, Trace
 
 
 def labels_after_an_update(plain: Trace) -> list[Label]:
-    """Return the labels of numbers that come after an update, which a GPU rounds otherwise than the CPU."""
+    """Return the labels of numbers that come after an update, which a GPU rounds differently from the CPU."""
     labels = list(plain.digests)
     first = next(index for index, label in enumerate(labels) if label.when.startswith("after step"))
     always_equal = ("the batch", "the number of steps")

@@ -32,16 +32,22 @@ class ConfiguredProgram:
     that nothing is logged or saved).
 
     Args:
-        namespace: That of the LightningModule.
+        namespace: The namespace of the LightningModule.
         arguments: The command line.
-        device: Where to compute.
+        device: The device to compute on.
         steps: Number of optimizer steps, if there is data for as many.
 
     Raises:
         argparse.ArgumentError: If the arguments describe no program.
     """
 
-    def __init__(self, namespace: str, arguments: Sequence[str], device: torch.device, steps: int) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        arguments: Sequence[str],
+        device: torch.device,
+        steps: int,
+    ) -> None:
         self._namespace = namespace
         self._on_device = {
             "accelerator": "cpu" if device.type == "cpu" else "gpu",
@@ -91,7 +97,7 @@ class ConfiguredProgram:
                 self._release()
 
     def _release(self) -> None:
-        """Let go of what was built: the memory is for the next run."""
+        """Let go of all built objects: the next run needs the memory."""
         cli = self._cli
         cli.model = cli.datamodule = cli.trainer = cli.config_init = None
 
@@ -107,7 +113,7 @@ class ConfiguredProgram:
 
 
 def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
-    """Return a class of LightningCLI that builds what is configured, and runs nothing by itself."""
+    """Return a class of LightningCLI that builds the configured objects, and runs nothing by itself."""
 
     class BuildingCLI(base):  # type: ignore[misc]
         # arguments of the Trainer: those that win, and those of the configuration

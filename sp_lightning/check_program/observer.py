@@ -1,4 +1,4 @@
-"""What a run shows while it trains, written down as digests, so that a large model needs no memory for it."""
+"""The numbers of a run, written down as digests while it trains, so that a large model needs no memory for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGNED = 1024
 
 
 class Look(Enum):
-    """How closely a run is looked at. What is read while it trains can change when the optimizer updates weights."""
+    """How closely a run is looked at. A look while it trains can change when the optimizer updates weights."""
 
     RESULTS = "losses, and the last weights"  # as users run it
     WEIGHTS = "losses, and weights after each step"
@@ -29,7 +29,7 @@ class Look(Enum):
 
 @dataclass(frozen=True)
 class Counts:
-    """What the engine did in a run."""
+    """Counts of the engine's work in a run."""
 
     units: int
     loads: int
@@ -39,7 +39,7 @@ class Counts:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Counts:
-        """Return what a pipeline has done."""
+        """Return the counts of a pipeline."""
         stats, summary = pipeline.stats, pipeline.summary()
         return cls(
             units=summary.units,
@@ -73,13 +73,13 @@ class Label(NamedTuple):
 
 @dataclass
 class Trace:
-    """What a run has shown: a digest for each label, in the order in which it was seen."""
+    """The record of a run: a digest for each label, in the order in which it was seen."""
 
     digests: dict[Label, str] = field(default_factory=dict)
     values: dict[Label, Tensor | None] = field(default_factory=dict)  # those that were asked for
     steps: int = 0
-    weight_bytes: int = 0  # of all weights, with what may be left free between them
-    counts: Counts | None = None  # what the engine did; None in plain training
+    weight_bytes: int = 0  # of all weights, with the gaps that may be between them
+    counts: Counts | None = None  # counts of the engine's work; None in plain training
 
     def leave_out(self, names: Collection[str]) -> None:
         """Forget some numbers, at all moments."""
@@ -92,13 +92,13 @@ HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end
 
 
 class Observer:
-    """The hooks of a callback that write down what a run shows.
+    """The hooks of a callback that write down the numbers of a run.
 
     They belong to this package, so that the strategy does not take them for a user's hooks that read gradients.
 
     Args:
         look: How closely to look.
-        keep: The labels whose values are kept beside their digests.
+        keep: The labels whose values are kept in addition to their digests.
     """
 
     def __init__(self, look: Look, keep: Collection[Label] = ()) -> None:
@@ -139,7 +139,7 @@ class Observer:
                 self._note_weights(module, f"after step {self.trace.steps}")
 
     def on_train_end(self, trainer: Any, module: nn.Module) -> None:
-        """Note the last weights, and what the engine did."""
+        """Note the last weights, and the counts of the engine's work."""
         self._note_weights(module, "at the end")
         for name, value in trainer.callback_metrics.items():
             self._note_all(f"the metric {name}", "", value, must_repeat=False)

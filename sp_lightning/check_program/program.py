@@ -30,8 +30,8 @@ def check_program(arguments: Sequence[str], device: torch.device, steps: int) ->
     """Print a line for each way, and one to paste into an issue; tell whether all have the numbers of plain training.
 
     Args:
-        arguments: What describes the program, as for `sp-lightning fit`.
-        device: Where to compute.
+        arguments: The arguments that describe the program, as for `sp-lightning fit`.
+        device: The device to compute on.
         steps: Number of optimizer steps.
 
     Raises:
@@ -54,8 +54,8 @@ class ProgramCheck:
     """Compares the runs of a program.
 
     Args:
-        program: Builds it, and trains it.
-        device: Where it computes.
+        program: Builds the program, and trains it.
+        device: The device that it computes on.
     """
 
     def __init__(self, program: ConfiguredProgram, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class ProgramCheck:
     def run(self) -> tuple[bool, str]:
         """Compare all ways with plain training, with a line for each; tell whether all are right, and say so."""
         self._plain = self._train_plainly()
-        # what a GPU may round otherwise is compared by value
+        # numbers that a GPU may round differently are compared by value
         rounded = [] if self._is_exact else labels_after_an_update(self._plain)
         again = self._train(None, Look.GRADIENTS, keep=rounded)
         changes = [*differences(self._plain, again), *differences(again, self._plain)]
@@ -87,7 +87,7 @@ class ProgramCheck:
         if self._left_out:
             names = ", ".join(self._left_out)
             print(f"Not compared (different in the two plain runs): {names}", flush=True)
-        # so little memory that not all units stay on the GPU with gradients and optimizer state
+        # this is too little memory for all units to stay on the GPU with gradients and optimizer state
         budget = 3 * self._plain.weight_bytes
         ways = list(all_ways(self._program.options, budget))
         wrong = [way for way in ways if not self._is_right(way)]
@@ -128,7 +128,7 @@ class ProgramCheck:
         try:
             streamed = self._train(way, look, keep=self._plain.values)
             difference = self._difference(way, streamed)
-        except Exception as error:  # whatever a program meets: other ways may do without
+        except Exception as error:  # any error of a program: other ways may not have it
             difference = f"it raised {type(error).__name__}: {error}"
             print(f"{begin} FAILED: {difference}", flush=True)
             self._first_wrong = self._first_wrong or f"{way}: {difference}"
@@ -145,17 +145,17 @@ class ProgramCheck:
         return True
 
     def _difference(self, way: Way, streamed: Trace) -> str:
-        """Name what differs from plain training; the text is empty if nothing does."""
+        """Name the difference from plain training; the text is empty if there is none."""
         label = first_difference(self._plain, streamed, leave_out=self._plain.values)
         if label is None:
             apart = self._rounding(streamed)
             too_much = f"{apart:.0e} apart after an update, too much for rounding"
             return too_much if apart > _ROUNDING else ""
-        # runs that look more closely take time, and one is enough to know what to look for
+        # runs that look more closely take time, and one of them shows what to look for
         return f"{label} differs" if self._first_wrong else self._describe(way, label)
 
     def _rounding(self, streamed: Trace) -> float:
-        """Return how far numbers are apart after an update, where they need not be equal."""
+        """Return the distance of numbers after an update, where they need not be equal."""
         plain, other = self._plain.values, streamed.values
         seen = [label for label in plain if label in other]
         return max((relative_difference(plain[label], other[label]) for label in seen), default=0.0)

@@ -1,4 +1,4 @@
-"""The ways in which a program is streamed: where its units are and are updated, and what becomes of activations."""
+"""The ways in which a program is streamed: the places of its units and their updates, and policies of activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sp_lightning.strategy import SuperpipelineMixin
 
 
 class Placement(Enum):
-    """Where units are, and where the optimizer updates them."""
+    """The place of units, and the place where the optimizer updates them."""
 
     AFTER_BACKWARD = "updated on the CPU, after backward"
     IN_BACKWARD = "updated on the CPU, in backward"
@@ -40,7 +40,7 @@ class Way:
 
     @property
     def hides_gradients(self) -> bool:
-        """Whether nobody may read gradients, or units would be updated after backward."""
+        """Whether no code may read gradients, because units would be updated after backward otherwise."""
         return self.placement is not Placement.AFTER_BACKWARD
 
     def why_not_placed(self, counts: Counts) -> str:
@@ -58,11 +58,11 @@ def all_ways(options: PipelineOptions, budget: int) -> Iterator[Way]:
     """Yield the ways to stream a model, with all other options as the user has set them.
 
     Args:
-        options: What the user has set.
+        options: The user's options.
         budget: Device memory for the planner, which measures only if there is a limit.
     """
     window = options.k_prime  # as few units at once as there may be
-    # random delays and poison in free memory show a copy that nobody has waited for
+    # random delays and poison in free memory show a copy that was not waited for
     common = replace(
         options,
         k="auto",
@@ -99,7 +99,7 @@ class FixedPlanner(Planner):
         names = tuple(unit.name for unit in engine.arrangement.units)
         options = engine.options
         k = 2 if options.slots == "auto" else options.slots
-        # where policies are left to the planner, the units have each of them in turn
+        # if policies are left to the planner, the units have each of them in turn
         policies = dict(zip(names, cycle(get_args(Policy)), strict=False))
         if engine.stats.steps == 0:
             return WindowPlan(k, policies=policies)

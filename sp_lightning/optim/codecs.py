@@ -6,9 +6,10 @@ compiled, so that its loop has no branches, as only such are vectorised:
     weight   4: fp32 | 2: bf16, and in `low` beside it 2: the lower 16 bits of the fp32 master | 0: none, as in torch
     moment   4: fp32 | 2: bf16, as in torch | 1: codes, with a scale in fp32 for each `GROUP` of them
 
-[Note: ties] bf16 is fp32's upper half, rounded to the nearest, and the lower half says where from: below the middle
-rounded down, above it up. At the middle it may be either. Then the sign bit of the second moment, which is never
-negative, says that it was up. Without such a bit the middle is rounded away from zero instead of to even.
+[Note: ties] bf16 is fp32's upper half, rounded to the nearest, and the lower half tells the direction: a lower half
+below the middle was rounded down, one above it up. At the middle it may be either. Then the sign bit of the second
+moment, which is never negative, tells that it was up. Without such a bit the middle is rounded away from zero, not to
+even.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from sp_lightning.optim.rules import Kind, Memory, Scaling
 jit = njit(nogil=True, error_model="numpy", forceinline=True)
 # no bits are promised
 near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})
-# numba computes in 64 bits what is not cast
+# numba computes in 64 bits unless a value is cast
 I8, I16, I32, F32 = np.int8, np.int16, np.int32, np.float32
 U8, U16, U32 = np.uint8, np.uint16, np.uint32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
-"""Numba's cache on disk looks at a kernel's file only. A kernel's name there has this, so changes compile it again."""
+"""Numba's cache on disk looks at a kernel's file only. A kernel's name there has this, so changes recompile it."""
 
 
 # -------------------------------------------------------------------------------------------------- bits and memory
@@ -74,7 +75,7 @@ def _space(context: Any) -> Any:
 
 @jit
 def space() -> Any:
-    """Return memory for a group, of which the compiler knows that it overlaps nothing."""
+    """Return memory for a group; the compiler knows that it overlaps no other."""
     return carray(_space(), GROUP)
 
 
@@ -92,7 +93,7 @@ def float_of(bits: Any) -> Any:
 
 @jit
 def plain_bits(number: Any) -> Any:
-    """Return the bits of a float; of every NaN those that `.bfloat16()` makes of it."""
+    """Return the bits of a float; for every NaN, the bits that `.bfloat16()` makes of it."""
     return U32(0x7FC00000) if number != number else bits_of(number)
 
 
@@ -179,14 +180,14 @@ def pack(memory: Memory, staged: Any, size: Any, key: Any) -> None:
     for i in range(size):  # one loop for both: while it divides for one, it computes the other
         memory.first[i] = I8(encode_signed(staged[0][i], first_scale))
         second = encode_positive(staged[1][i], second_scale, noise(key, i))
-        # they are in this range, but AVX2 packs in fewer operations what saturates
+        # they are in this range, but AVX2 packs values that saturate in fewer operations
         memory.second[i] = U8(min(max(second, I32(0)), I32(255)))
 
 
 @jit
 def _scale_of(staged: Any, size: Any) -> Any:
     """Return the largest magnitude in a group, or NaN if there is one."""
-    most = U32(0)  # of floats without a sign the bits have the same order; NaN is above all
+    most = U32(0)  # the bits of floats without a sign have the same order; NaN is above all
     for i in range(size):
         most = U32(max(most, U32(bits_of(staged[i]) & U32(0x7FFFFFFF))))
     return float_of(most)

@@ -1,4 +1,4 @@
-"""What an optimizer of torch would keep as state, found by a step that computes nothing: on the meta device."""
+"""The state that an optimizer of torch would keep, found by a step that computes nothing: on the meta device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ON_META = {"fused": False, "foreach": False, "capturable": False}
 
 
 class _AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers with a one where a step reads a number on the meta device, as Adafactor does of norms."""
+    """Answers with a one where a step reads a number on the meta device, as Adafactor reads norms."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -27,9 +27,9 @@ class _AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def state_after_dry_step(kind: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> list[Tensor] | None:
-    """Return state as the first step of an optimizer makes it, whatever the options of its param groups are.
+    """Return state as the first step of an optimizer makes it, with any options of its param groups.
 
-    None if such a step cannot run: the optimizer needs a closure, or refuses these weights.
+    The result is None if such a step cannot run: the optimizer needs a closure, or refuses these weights.
     """
     on_meta = [{**group, **_ON_META, "params": _like(group["params"])} for group in groups]
     for group in on_meta:

@@ -3,8 +3,8 @@
     gradient -> fp32 -> scale, clip -> `_adam`: weight, moments -> codecs -> memory, and a copy of the weight
 
 `kernel_of` compiles a loop for each `Kind` that it meets, and keeps it on disk. `step_ranges`, which is compiled once,
-has it step all weights of a unit on several threads: in one call, because each time that it takes or gives back
-Python's lock, the thread that launches kernels may have to wait.
+has it step all weights of a unit on several threads. This is one call, because the thread that launches kernels may
+have to wait each time that a call takes or returns Python's lock.
 
 [Note: bits] `_adam` has the bits of torch's fused CPU kernels. `fma` stands where their compiler contracts; the
 elements that are left over at the end of a tensor (`tail`) are compiled another way. `tests/optim` tries it.
@@ -95,9 +95,9 @@ def _step_block(
         if kind.copy > 0:
             store(memory.copy, kind.copy, i, p)
         if kind.is_coded:
-            # what is to be packed is staged, as its scale is known when the whole group is
+            # moments to be packed are staged, because their scale is known only with the whole group
             staged[0][i] = m
-            staged[1][i] = np.sqrt(v)  # which the update has computed already
+            staged[1][i] = np.sqrt(v)  # the update has computed this root already
         else:
             store(memory.first, kind.moment, i, m)
             store(memory.second, kind.moment, i, float_of(bits_of(v) | U32(up << U32(31))))
@@ -123,7 +123,7 @@ def _on_disk(function: Any, *kind: int) -> Any:
     """Return a function under a name on disk that only the same machine code has.
 
     Functions of one name share an index. Processes that compile two of them at the same time may write them under the
-    same number, and would load each other's from then on.
+    same number, and each would load the other's from then on.
     """
     function.__qualname__ = "_".join(map(str, (function.__name__, *kind, _MADE_FOR)))
     return function
@@ -160,9 +160,14 @@ def kernel_of(kind: Kind) -> Any:
             _step_block(kind, rule, scaling, memory, size, start == tail, key)
 
     kernel = cfunc(_SIGNATURE, cache=True, error_model="numpy")(_on_disk(step, *kind))
-    if not kernel.cache_hits:  # a warning: nothing less is shown where nobody has set up logging
-        _LOG.warning("sp_lightning.optim has compiled a kernel, once on this machine: AdamW or Adam, %s", kind)
+    if not kernel.cache_hits:
+        _say_that_kernels_are_compiled()
     return kernel
+
+
+@cache
+def _say_that_kernels_are_compiled() -> None:
+    _LOG.info("superpipeline: numba compiles kernels for the optimizer, once on this machine.")
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)
@@ -170,8 +175,8 @@ def kernel_of(kind: Kind) -> Any:
 def step_ranges(kernel: Any, rule: Rule, scaling: Scaling, rows: Any, ranges: Any, seed: Any) -> None:
     """Step weights, in ranges that threads share, by the loop of their kind.
 
-    A row has the addresses of a weight's `Memory`, and where in the weight that begins; a range has the number of its
-    row, its begin and its end. The seed is another one for each step.
+    A row has the addresses of a weight's `Memory`, and the offset in the weight at which that begins; a range has the
+    number of its row, its begin and its end. Each step has another seed.
     """
     for number in prange(len(ranges)):
         row, start, stop = ranges[number]

@@ -1,10 +1,10 @@
-"""How masters and moments lie in memory: the state of a parameter is made, and found again.
+"""The layout of masters and moments in memory: the state of a parameter is made, and found again.
 
 A bf16 weight is the upper half of its fp32 master, whose lower half is state, `low`: the same numbers, 4 bytes in all.
 
-[Note: names] A moment has the name that torch gives it only if torch would read it as it is. Of an `exp_avg`, codes are
-`exp_avg_codes`, beside their `exp_avg_scale`; an `exp_avg_sq` whose sign tells how a tie was rounded is
-`exp_avg_sq_with_ties`. So whoever takes state by torch's names finds none, and cannot misread it.
+[Note: names] A moment has the name that torch gives it only if torch would read it as it is. The codes of an `exp_avg`
+are `exp_avg_codes`, next to their `exp_avg_scale`; an `exp_avg_sq` whose sign tells how a tie was rounded is
+`exp_avg_sq_with_ties`. So code that looks for state by torch's names finds none, and cannot misread it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 MOMENTS = ("fp32", "int8")
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 GROUP = 128
-"""So many elements of a moment in 8 bits share a scale."""
+"""The number of elements of a moment in 8 bits that share a scale."""
 BLOCK = 8 * GROUP
-"""Work is shared among threads in multiples of so many."""
+"""Threads share work in multiples of this number of elements."""
 LANES = 8
-"""Torch's fused CPU kernels work on so many elements at once, in bf16 on twice as many."""
+"""The number of elements on which torch's fused CPU kernels work at once; twice as many in bf16."""
 
 State = dict[str, Any]
 
 fills_memory: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
-"""Tell whether a tensor has no gaps in memory, as a view of one column of a matrix has."""
+"""Tell whether a tensor has no gaps in memory; a view of one column of a matrix has gaps."""
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -92,10 +92,10 @@ def count_in(states: Sequence[State]) -> list[float]:
 
 
 def lies_like(tensor: Tensor, like: Tensor) -> bool:
-    """Tell whether a tensor has the shape of another one, and lies in memory as that does, on its device."""
+    """Tell whether a tensor has the shape, the layout in memory and the device of another one."""
     return tensor.shape == like.shape and tensor.stride() == like.stride() and tensor.device == like.device
 
 
 def laid_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that lies in memory as `like` does, which has its shape: itself, or a copy."""
+    """Return a tensor in the layout of `like`, which has the same shape: the tensor itself, or a copy."""
     return tensor if lies_like(tensor, like) else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

@@ -1,8 +1,8 @@
-"""A step as one pass, for whoever has more to do than the update: of our optimizers, and torch's AdamW and Adam.
+"""A step with all operations around the update as one pass: of our optimizers, and torch's AdamW and Adam.
 
 Under mixed precision a gradient is cast, scaled and clipped before the update, and the weight is copied to bf16 after
-it. In torch each of these is a pass over memory. Here all are one, with the bits that they have together, as the
-kernels have those of torch's fused ones. Torch's may round otherwise on another CPU, so each kind is tried once.
+it. In torch each of these is a pass over memory. Here all are one pass with the same bits, because the kernels have the
+bits of torch's fused ones. Torch's may round differently on another CPU, so each kind is tried once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRIED: list[dict[str, Any]] = [
     {"betas": (0.4, 0.95), "weight_decay": 0.0},
 ]
 MOST_FACTORS = 2
-"""Of a gradient, that a pass applies: the inverse of a loss scale, and what clips it."""
+"""The factors of a gradient that a pass applies: the inverse of a loss scale, and one that clips."""
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
 
 
@@ -45,7 +45,7 @@ class OnePass:
         if isinstance(optimizer, AdamW):
             self._update = optimizer.update
         elif self._is_torchs and _is_plain(optimizer, settings):
-            # torch's Adam and AdamW decay weights as this says, whichever of them it is
+            # this option decides how torch's Adam and AdamW decay weights, and not the class
             self._update = AdamW.update if settings["decoupled_weight_decay"] else Adam.update
 
     @property
@@ -56,7 +56,7 @@ class OnePass:
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch.
 
-        Of a work without a gradient, or without a copy, all else is asked.
+        If the work has no gradient, or no copy, only the rest is checked.
         """
         weight, gradient, state, copy, scaling = work
         dtype = weight.dtype
@@ -90,7 +90,7 @@ def _is_plain(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
 
 
 def scaling_of(factors: Iterable[float | Tensor]) -> Scaling | None:
-    """Return what is done to gradients: at most two factors that are not one; None if there are more."""
+    """Return the scaling of gradients: at most two factors that are not one; None if there are more."""
     numbers = [np.float32(number) for number in map(float, factors) if number != 1]
     return Scaling(*numbers) if len(numbers) <= MOST_FACTORS else None
 

@@ -1,8 +1,8 @@
 """A pass by torch's operations, for weights on an accelerator, in the formats of codecs.py.
 
-What lies in fp32 is updated where it lies; of what lies in fewer bytes there is a copy in fp32 meanwhile. The update
-itself is torch's own code, so it rounds as plain training does there. Nothing waits for the device. NaN stays NaN, but
-which of its bits are set is not promised.
+Tensors in fp32 are updated in place; tensors in fewer bytes have a copy in fp32 meanwhile. The update itself is torch's
+own code, so it rounds as plain training does there. The host never waits for the device. NaN stays NaN, but which of
+its bits are set is not promised.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
 
 BYTES_MEANWHILE = 24
-"""What each of them takes of the device's memory at most, while it is stepped."""
+"""The most bytes of the device's memory that each of these elements takes while it is stepped."""
 
 
 def bytes_of_step(numbers: int) -> int:
-    """Return the bytes of device memory that a step of so many elements takes, beside what it reads and writes."""
+    """Return the bytes of device memory that a step of these elements takes, besides its inputs and results."""
     return BYTES_MEANWHILE * min(PIECE, numbers)
 
 
@@ -35,10 +35,10 @@ _SPREADS = 0x9E3779B9 - (1 << 32)  # see `codecs.noise`; signed
 
 
 class Effort(NamedTuple):
-    """What a pass takes of a device.
+    """The costs of a pass on a device.
 
     Attributes:
-        kernels: How many it launches, one after the other.
+        kernels: Number of kernels that it launches, one after the other.
         nbytes: Bytes of the device's memory that these read and write for each element.
     """
 
@@ -75,13 +75,13 @@ def step_on_device(step: Pass) -> None:
 def together(steps: Sequence[Pass]) -> list[Pass]:
     """Return passes over neighbors as one, with the same bits, as long as these are no more than a piece.
 
-    Beside those that compute, each kernel waits for its turn, so few are better.
+    Next to kernels that compute, each kernel waits for its turn, so few are better.
     """
     rows: list[list[Pass]] = []
     joined = 0  # elements of the last row
     for step in steps:
         size = step.memory.weight.numel()
-        if size == 0:  # there is nothing to do, and no memory that could be a neighbor's
+        if size == 0:  # there is nothing to do, and no memory with neighbors
             continue
         if rows and joined + size <= PIECE and _goes_on(rows[-1][-1], step):
             rows[-1].append(step)
@@ -93,7 +93,7 @@ def together(steps: Sequence[Pass]) -> list[Pass]:
 
 
 def _goes_on(last: Pass, step: Pass) -> bool:
-    """Tell whether a pass does what the last one does, and its memory, but for gradients, begins where that's ends."""
+    """Tell whether a pass continues the last one: the same update, in memory (except for gradients) right behind it."""
     is_alike = (last.update, last.step, last.scaling) == (step.update, step.step, step.scaling)
     if not is_alike or last.group is not step.group:
         return False
@@ -117,7 +117,7 @@ def _is_neighbor(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _joined(row: Sequence[Pass]) -> Pass:
-    """Return one pass over all of these, which lie one behind the other."""
+    """Return one pass over all of these, which are one behind the other in memory."""
     first = row[0].memory
     whole: dict[str, Tensor] = {}
     for name in Memory._fields:
@@ -130,7 +130,7 @@ def _joined(row: Sequence[Pass]) -> Pass:
 
 
 def part_of(memory: Memory, begin: int, end: int) -> Memory:
-    """Return the part of memory that is a range's, flat; of codes, it begins where a group does."""
+    """Return the part of memory of a range, flat; in codes, the range begins with a group."""
     groups = groups_in(begin, end)
     tensors = [None if tensor is None else flat(tensor)[begin:end] for tensor in memory[:6]]
     scales = [None if tensor is None else tensor[groups] for tensor in memory[6:]]
@@ -215,7 +215,7 @@ def _random(step: Pass, rows: Tensor) -> Tensor:
 
 
 def scaled(gradient: Tensor, scaling: Scaling, to_bf16: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return a gradient in fp32, scaled, and each time rounded; it may be the one given, which is only read."""
+    """Return a gradient in fp32, scaled, and each time rounded. It may be the argument itself, which is only read."""
     g = gradient.float()
     for factor in (scaling.factor, scaling.then):
         if isinstance(factor, Tensor) or factor != 1:
@@ -249,12 +249,12 @@ def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tens
 
 
 def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
-    """Write a master. Return where it lay in the middle and was rounded up, if a sign bit is to tell."""
+    """Write a master. If a sign bit is to tell, return the elements that were in the middle and were rounded up."""
     if memory.low is None:
         if p is not memory.weight:
             memory.weight.copy_(p)
         return None
-    # of every NaN the bits that `.bfloat16()` makes of it
+    # every NaN has the bits that `.bfloat16()` makes of it
     bits = p.masked_fill_(p != p, math.nan).view(torch.int32)
     memory.low.view(torch.int16).copy_(bits)
     if not has_sign:
@@ -267,11 +267,11 @@ def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
 # --------------------------------------------------------------------------------------------------------- the moments
 
 
-# No bits are promised of what is in codes: how these divide, and what they join, the kernels leave to their compiler.
+# No bits are promised for codes: the kernels' compiler decides how they divide, and which operations it joins.
 
 
 def unpack(moment: Tensor, scales: Tensor) -> Tensor:
-    """Return what flat codes stand for, in fp32: they are of whole groups, or of one that is not whole."""
+    """Return the values of flat codes in fp32: those of whole groups, or of one that is not whole."""
     value = moment.float()
     rows = value.view(scales.shape[0], -1)
     if moment.dtype == torch.uint8:
@@ -290,7 +290,7 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, noise: Callable[[Tensor]
         torch.amax(rows, 1, out=scales)
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
-        # at random up or down; what is below the first one is cut to it
+        # at random up or down; values below the first code become the first one
         codes.copy_(rows.mul_(factor[:, None]).add_(noise(rows)).clamp_(min=0))
     else:
         divisor = rows.abs()
@@ -303,12 +303,12 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, noise: Callable[[Tensor]
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor without gaps, as they lie in memory."""
+    """Return all elements of a tensor without gaps, in their order in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def groups_in(begin: int, end: int) -> slice:
-    """Return the groups of codes in a range, which begins where one does."""
+    """Return the groups of codes in a range, which begins with a group."""
     return slice(begin // GROUP, math.ceil(end / GROUP))
 
 

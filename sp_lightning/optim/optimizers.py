@@ -16,7 +16,7 @@ from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Pass, Update
 
 COMPACT = "compact"
-"""The name of what only the last param group of a checkpoint of compact state has: words for who meets it."""
+"""The key that only the last param group of a checkpoint of compact state has; its value explains that to a reader."""
 
 
 class AdamW(Optimizer):
@@ -26,9 +26,9 @@ class AdamW(Optimizer):
         params: Parameters, FP32 or BF16, on the CPU or an accelerator, or param groups of them.
         lr: The learning rate.
         betas: Decay of the first and the second moment.
-        eps: What is added to the root of the second moment.
+        eps: The number that is added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        moments: "fp32", or "int8", which is near.
+        moments: "fp32", or "int8", whose results are close to those.
     """
 
     update: ClassVar[Update] = Update(is_decoupled=True)
@@ -42,8 +42,14 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         moments: str = "fp32",
+        **unknown: Any,
     ) -> None:
-        # which takes, and refuses, the same options
+        for name in unknown:
+            raise TypeError(
+                f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case, "
+                "and its options are lr, betas, eps, weight_decay and moments."
+            )
+        # torch's Adam accepts and refuses the same options
         torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
         super().__init__(params, options)
@@ -100,9 +106,9 @@ class AdamW(Optimizer):
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a checkpoint. Compact state comes with a param group more, for which torch's optimizers refuse it.
+        """Return a checkpoint. Compact state comes with one more param group, so that torch's optimizers refuse it.
 
-        They pass over state whose name they do not know, and would go on without it.
+        They ignore state whose name they do not know, and would otherwise go on without it.
         """
         saved = super().state_dict()
         if any(map(is_compact, saved["state"].values())):
@@ -151,7 +157,7 @@ def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: boo
 
 
 def _loaded(saved: State, state: State) -> State:
-    """Copy what was saved into state that was made."""
+    """Copy saved state into newly made state."""
     if saved.keys() != state.keys():
         raise ValueError(
             f"The checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}. "
@@ -166,7 +172,7 @@ def _loaded(saved: State, state: State) -> State:
 
 
 class Adam(AdamW):
-    """Adam, as `AdamW` but for weight decay, which is added to the gradient."""
+    """Adam: like `AdamW`, except that weight decay is added to the gradient."""
 
     update = Update(is_decoupled=False)
 
@@ -179,5 +185,6 @@ class Adam(AdamW):
         weight_decay: float = 0,
         *,
         moments: str = "fp32",
+        **unknown: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, moments=moments)
+        super().__init__(params, lr, betas, eps, weight_decay, moments=moments, **unknown)

@@ -1,7 +1,7 @@
-"""Passes over weights and gradients: made of what is to be done, and run; on the CPU several threads share them.
+"""Passes over weights and gradients: made from the work to be done, and run; on the CPU several threads share them.
 
-The threads are numba's, not Python's: each of those would need Python's lock to begin, beside a thread that hardly ever
-gives it away. On a machine with 16 cores that took a third of the time of a step.
+The threads are numba's, not Python's: each of those would need Python's lock to begin, next to a thread that hardly
+ever releases it. On a machine with 16 cores that took a third of the time of a step.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class Work(NamedTuple):
-    """What is to be done for a weight."""
+    """The work of a step on one weight."""
 
     weight: Tensor
-    # as it arrived; it is only read. None if it lies on the device, where passes get it later
+    # the gradient as it arrived; it is only read. None if it is on the device, where passes get it later
     gradient: Tensor | None
-    state: State  # the optimizer's, of the weight; empty before it is made, and if there is none
+    state: State  # the optimizer's state of the weight; empty before it is made, and if there is none
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
-    # what is done to the gradient before; None if that is too much
+    # the scaling of the gradient before the update; None if there are too many factors
     scaling: Scaling | None = NO_SCALING
 
 
 def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> list[Pass]:
-    """Count the step that follows, the first of which makes the state of ours; return its passes."""
+    """Count the step that follows, and return its passes; the first step makes the state of our optimizers."""
     if "moments" in group:  # torch's make their state themselves
         for work in works:
             if not work.state:
@@ -64,7 +64,7 @@ def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> l
 
 
 def taken(work: Work) -> tuple[Memory, Scaling]:
-    """Return what a pass reads and writes, and what is done to the gradient."""
+    """Return the memory that a pass reads and writes, and the scaling of the gradient."""
     weight, gradient, state, copy, scaling = work
     assert scaling is not None
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
@@ -76,7 +76,7 @@ def taken(work: Work) -> tuple[Memory, Scaling]:
 
 
 def _check(memory: Memory) -> None:
-    """Raise unless all that a pass reads and writes lies as the weight does: kernels know addresses alone."""
+    """Raise unless all memory of a pass has the layout of the weight: kernels know only addresses."""
     weight = memory.weight
     in_bf16 = memory.low is not None or memory.first.dtype == torch.bfloat16
     groups = torch.Size([math.ceil(weight.numel() / GROUP)])
@@ -168,14 +168,14 @@ def _run_kernels(passes: Sequence[Pass]) -> None:
             for step in steps
         ]  # fmt: skip
         arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
-        # others would be woken, and waited for
+        # more threads would be woken, and waited for
         with _on_threads(min(len(ranges), torch.get_num_threads())):
             kernels.step_ranges(kernels.kernel_of(kind), rule, scaling, *arrays, seed)
 
 
 @contextmanager
 def _on_threads(count: int) -> Iterator[None]:
-    """Have kernels run on so many threads in this scope, if numba has as many."""
+    """Have kernels run on this many threads in the scope, if numba has as many."""
     import numba
 
     with _ONE_AT_A_TIME:
@@ -190,9 +190,9 @@ def _on_threads(count: int) -> Iterator[None]:
 
 @cache
 def _start_threads() -> None:
-    """Have numba start its threads once, in a thread that ends: the one that does so gets their number as torch's, too.
+    """Have numba start its threads once, in a thread that ends: the starting thread gets their number for torch, too.
 
-    That is OpenMP's number, and OpenMP is torch's own. With another one, torch's sums would have other bits.
+    That is OpenMP's number, and OpenMP is torch's own. With another number, torch's sums would have other bits.
     """
     import numba
 
@@ -208,7 +208,7 @@ def add(total: Tensor, gradient: Tensor) -> None:
 
 
 def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of all that fit into the caches of all threads, where one operation leaves them to the next."""
+    """Yield pieces of all tensors that fit into the caches of all threads, where the next operation finds them."""
     strides = {gradient.stride() for gradient in gradients}
     if strides != {total.stride()} or not fills_memory(total):
         yield total, *gradients

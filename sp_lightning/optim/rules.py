@@ -1,4 +1,4 @@
-"""What a pass takes: the update and its numbers, what is done to the gradient before, and how memory lies."""
+"""The arguments of a pass: the update and its numbers, the scaling of the gradient before it, and the memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Rule(NamedTuple):
     """
 
     lr: Any
-    decay: Any  # what the weight is multiplied by
-    penalty: Any  # how much of the weight is added to the gradient
+    decay: Any  # a factor of the weight
+    penalty: Any  # the part of the weight that is added to the gradient
     first_rate: Any
     second_decay: Any
     second_rate: Any
@@ -79,7 +79,7 @@ class Update:
 
 
 class Scaling(NamedTuple):
-    """What is done to a gradient before: two factors, one after the other."""
+    """The scaling of a gradient before the update: two factors, one after the other."""
 
     factor: Any = ONE
     then: Any = ONE
@@ -89,20 +89,20 @@ NO_SCALING = Scaling()
 
 
 class Memory(NamedTuple):
-    """What a pass over a weight reads and writes: tensors, or their addresses."""
+    """The memory that a pass over a weight reads and writes: tensors, or their addresses."""
 
     weight: Any
     low: Any  # the lower half of the master, whose upper half the weight is
     gradient: Any
     first: Any
     second: Any
-    copy: Any  # of the new weight, to be written
-    first_scale: Any = None  # of moments in codes
+    copy: Any  # a copy of the new weight, to be written
+    first_scale: Any = None  # the scales of moments in codes
     second_scale: Any = None
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for. Of memory it is the bytes of an element, 0 if there is none."""
+    """The properties that a kernel is compiled for. Memory counts by the bytes of an element, 0 if there is none."""
 
     is_penalized: bool
     is_scaled: bool
@@ -115,7 +115,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, rule: Rule, scaling: Scaling, memory: Memory) -> Kind:
-        """Return what kernel makes a step."""
+        """Return the kind of the kernel that makes a step."""
         weight, low, gradient, moment, _, copy = (
             0 if tensor is None else tensor.itemsize for tensor in memory[:6]
         )  # fmt: skip
@@ -137,15 +137,15 @@ class Pass(NamedTuple):
     memory: Memory
     scaling: Scaling = NO_SCALING
     begin: int = 0  # the first element of the range, a multiple of `BLOCK`
-    # of ranges of several weights that lie one behind the other: where each begins in its weight, and its elements
+    # if several weights' ranges are one behind the other: for each, its begin in its weight, and its elements
     joined: tuple[tuple[int, int], ...] = ()
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Where the range of each weight begins in it, and how many elements it has."""
+        """The begin of each weight's range in the weight, and the number of its elements."""
         return self.joined or ((self.begin, self.memory.weight.numel()),)
 
     @property
     def seed(self) -> int:
-        """What rounds moments in codes at random: another number for each step, and the same when it is resumed."""
+        """The seed for rounding moments in codes: another number for each step, and the same in a resumed run."""
         return zlib.crc32(b"%d" % self.step)

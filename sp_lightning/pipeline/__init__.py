@@ -1,4 +1,29 @@
-"""The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning."""
+"""The engine: streams a module's units between host and device. It imports torch, and nothing from Lightning.
+
+    Pipeline                          what users hold: attach, detach, steps
+    |-- Calls                         scopes of steps, and each call of a module (calls/gates.py)
+    |   `-- Story                     the parts' work at each event of a step
+    |       |-- RunningCall           a call under way
+    |       |-- Graphs                graphs that wait for their backward
+    |       `-- BackwardPass          the backward under way
+    |-- PlacementPolicy               decides when weights get other places
+    `-- Engine                        the parts, and how weights are placed
+        |-- Arrangement               units of a module tree, and where their weights lie
+        |   |-- Unit -- Presence      what streams as a whole, and what of it is on the device
+        |   |   |-- Member -- Entry   a module whose call needs the unit, and its places for weights
+        |   |   `-- Segment           host memory of weights that are sent in one copy
+        |   |       `-- Weight -- Twin -- leaf
+        |   `-- Learned               what steps have shown
+        |-- Window -- Order           which units are on the device, and which come next
+        |-- Activations               what becomes of saved tensors: SavedTensors, UnitCall, Offloader
+        |-- GradientStream            from the leaf's hook to the host: SegmentGradients, Routes, Averages
+        |-- Optimizers -- UnitSteps   steps unit by unit: EarlyStep, Visits, Clipping
+        |-- Guard -- HostParameter    accesses to masters outside of their units
+        |-- StayingUnits              units that stay on the device with all their state
+        `-- Backend -- Trace          copies, events and work on the host of one device
+
+calls/story.py tells what each part does at each event of a step.
+"""
 
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner

@@ -1,4 +1,4 @@
-"""How much of the device a module may take, and how much of that a step leaves to gradients that wait there."""
+"""The part of the device that a module may take, and the part of that which a step leaves to gradients that wait."""
 
 from __future__ import annotations
 

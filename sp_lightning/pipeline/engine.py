@@ -29,8 +29,8 @@ from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.optimizer.living import Living
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.optimizer.staying import StayingUnits
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
@@ -101,7 +101,7 @@ class Engine:
         self.visits = Visits(backend, self.stats)
         self.device_budget = DeviceBudget(backend, self.visits, self.meter)
         self.waiting = WaitingGradients(self.memory, self.device_budget)
-        self.living = Living(device, self.optimizers.states, processes)
+        self.staying = StayingUnits(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
         self.plan: WindowPlan | None = None  # the plan by which weights are placed
@@ -156,7 +156,7 @@ class Engine:
         """
         with ExitStack() as parts:  # the last one comes first, and none is left out if another one fails
             parts.callback(self.memory.keep, [])
-            parts.callback(self.living.move_all_to_host, self.module, may_leave_state=for_good)
+            parts.callback(self.staying.move_all_to_host, self.module, may_leave_state=for_good)
             if hasattr(self, "guard"):  # the last part that is made before the module is changed
                 parts.callback(self.arrangement.detach_weights)
                 parts.callback(self._restore_members)
@@ -200,7 +200,7 @@ class Engine:
         arrangement.leave_places()
         arrangement.choose(self.plan, self.first_plan)
         self.waiting.limit(arrangement.room_for_gradients, is_first=not self.optimizers.steps_taken)
-        self.living.move_units(arrangement)
+        self.staying.move_units(arrangement)
         arrangement.lay_out()
         units, stream = arrangement.in_window, self.stream
         gradients = [SegmentGradients(unit, segment) for unit in units for segment in unit.segments]
@@ -211,7 +211,7 @@ class Engine:
         self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
         on_device = [*self.module.buffers(), *arrangement.named_on_device.values()]
         self.meter.leave_out(on_device)
-        self.living.watch(arrangement)
+        self.staying.watch(arrangement)
         for twin in arrangement.twins.values():
             self.backward.follow_requires_grad(twin)
         guard_masters(self.guard, arrangement.weights, self._lowering)
@@ -266,5 +266,5 @@ class Engine:
 
     def has_gradients_on_device(self) -> bool:
         """Tell whether parameters that stay on the device have got gradients since the last call."""
-        some_came = self.living.pop_some_came()
+        some_came = self.staying.pop_some_came()
         return some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 
 
 class Graph:
@@ -16,7 +17,7 @@ class Graph:
 
 
 class Graphs:
-    """The graphs that may still need weights in the places where these were when the graphs were built."""
+    """The graphs that may still need weights in the places that these had when the graphs were built."""
 
     def __init__(self) -> None:
         self._earlier: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -27,7 +28,7 @@ class Graphs:
         self.scopes = 0  # the number of nested scopes of the step under way
 
     def begin_graph(self) -> None:
-        """Begin the graph of a new step; who holds nodes of the last graph may still run backward through it."""
+        """Begin the graph of a new step; code that holds nodes of the last graph may still run backward through it."""
         self._earlier.add(self.current)
         self.current = Graph(self.current.number + 1)
 
@@ -44,7 +45,7 @@ class Graphs:
 
     def earlier_waiting(self) -> bool:
         """Tell whether a graph of an earlier step still waits for its backward."""
-        return any(not graph.done for graph in self._earlier)
+        return not all(map(attrgetter("done"), self._earlier))
 
     def waiting(self) -> bool:
         """Tell whether a graph may still wait for its backward, which may come in the next scope."""

@@ -1,8 +1,8 @@
-"""How much memory the host has, how much of it is free, what is mapped from files, and how many cores may be used.
+"""The host's memory, the free part of it, the part that is mapped from files, and the number of usable cores.
 
 A container, or a job of a cluster, may have less than its machine: Linux puts it into a *control group* with limits,
-which may lie in others with limits of their own. A process that exceeds one of memory is killed, and one that exceeds
-its time on the cores is stopped until the next tenth of a second begins.
+which may be inside others with limits of their own. Linux kills a process that exceeds a limit of memory, and stops one
+that exceeds its time on the cores until the next tenth of a second begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CORES = Path("/sys/devices/system/cpu")
 # of the limit and of what is used: in version 2, and in version 1, which has a tree for each controller
 _MEMORY_FILES = {"": ("max", "current"), "memory": ("limit_in_bytes", "usage_in_bytes")}
 _MADV_PAGEOUT = 21  # Linux 5.4; Python's `mmap` does not name it
-_WORTH_RELEASING = 2**20  # bytes: to look for what can be given back takes 2 ms
+_WORTH_RELEASING = 2**20  # bytes: the search for memory to release takes 2 ms
 
 
 def available_host_memory() -> int | None:
@@ -47,7 +47,7 @@ def _least(word: str, of_groups: list[int]) -> int | None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, also by the time on them that its group has.
+    """Return how many cores this process may use, considering also the time on them that its group has.
 
     Hyperthreads of one core count once.
     """
@@ -63,9 +63,9 @@ def usable_cores() -> int:
 def release(copied: list[Tensor]) -> None:
     """Have the system take back the memory of tensors whose values were copied elsewhere; this empties the list.
 
-    What is mapped from a file, such as a safetensors checkpoint, would keep its pages until the last tensor of the file
-    is gone, and C's allocator keeps what is freed below 32 MiB: the model would lie in memory twice. Whoever still has
-    one of the tensors reads the same values.
+    A mapping of a file, such as a safetensors checkpoint, would keep its pages until the last tensor of the file is
+    gone, and C's allocator keeps blocks below 32 MiB that are freed: the model would be in memory twice. Code that
+    still has one of the tensors reads the same values.
     """
     if sys.platform != "linux" or sum(tensor.nbytes for tensor in copied) < _WORTH_RELEASING:
         copied.clear()
@@ -120,7 +120,7 @@ def _number_after(word: str, path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return what a file of the kernel says; nothing if there is no such file."""
+    """Return the text of a kernel's file; an empty one if there is no such file."""
     try:
         return path.read_text()
     except OSError:

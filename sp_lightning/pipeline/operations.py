@@ -1,19 +1,22 @@
 """The meaning of operations on weights, and the tensors among their operands.
 
-`__torch_function__` is told of each operation on an instance of its class. A weight has several objects (a master, a
-leaf, values on the device), and the operation's name tells which of them the program means.
+Torch tells `__torch_function__` of each operation on an instance of its class. A weight has several objects (a master,
+a leaf, values on the device), and the operation's name tells which of them the program means.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from sp_lightning.pipeline.torch_private import without_torch_function
 
 Operation: TypeAlias = Callable[..., Any]
 """An operation of torch's, or the call of a module."""
@@ -22,12 +25,12 @@ Kwargs: TypeAlias = dict[str, Any]
 
 
 class Meaning(enum.Enum):
-    """What an operation asks of a weight."""
+    """The object or fact of a weight that an operation asks for."""
 
     DEVICE = enum.auto()
-    """Where it lies. transformers' `model.device` and the like ask that to place inputs."""
+    """The device that it is on. transformers' `model.device` and the like ask for it to place inputs."""
     DTYPE = enum.auto()
-    """Its dtype, and what follows from that. It is the master's, even while other bytes are sent."""
+    """Its dtype, and facts that follow from that. It is the master's, even while other bytes are sent."""
     METADATA = enum.auto()
     """Facts that hold on the host and on the device, even while the weight is updated."""
     GRADIENT = enum.auto()
@@ -37,7 +40,7 @@ class Meaning(enum.Enum):
     ALIAS = enum.auto()
     """An alias of the master, to which code may write later, or its values on the host."""
     DATA = enum.auto()
-    """Its `.data`, which code reads to write to it, or sets."""
+    """Its `.data`, which code sets, or reads in order to write to it."""
     IN_PLACE = enum.auto()
     """A place for the result: the operation writes to its first operand."""
     VALUES = enum.auto()
@@ -71,7 +74,7 @@ _CONTAINERS = (list, tuple, dict)
 
 @lru_cache(maxsize=1024)
 def meaning_of(func: Operation) -> Meaning:
-    """Return what an operation asks of a weight."""
+    """Return the object or fact of a weight that an operation asks for."""
     name = _name_of(func)
     if name in _MEANINGS:
         return _MEANINGS[name]
@@ -110,12 +113,19 @@ def instances_in(value: Any, kind: type) -> list[Any]:
 
 
 def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) -> Any:
-    """Return a value with the instances of a class replaced that lie in containers which torch's pytree knows."""
+    """Return a value in which instances of a class are replaced, in all containers that torch's pytree knows."""
     return pytree.tree_map_only(kind, substitute, value)
 
 
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Compute on values alone: the results are plain and have no history, and no class is asked about operations."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        yield
+
+
 def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
-    """Run hooks of `Tensor.register_hook`, and return what they make of a gradient, where it was."""
+    """Run hooks of `Tensor.register_hook` on a gradient, and return the result, in the place of the gradient."""
     for hook in hooks:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed.to(gradient.device)

@@ -16,12 +16,12 @@ for _power, _prefix in enumerate("kmgt", 1):
 UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Module], bool]
 
 Policy: TypeAlias = Literal["keep", "recompute", "offload"]
-"""What becomes of what a unit saves for backward: it stays on the GPU, is computed again, or waits in CPU memory."""
+"""The policy for a unit's saved tensors: they stay on the GPU, are computed again, or wait in CPU memory."""
 
 ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
 
 OptimizerPlace: TypeAlias = Literal["auto", "host"]
-"""Where weights are updated, and where their state is: wherever that is fastest, or in CPU memory."""
+"""The place where weights are updated, and where their state is: the fastest one, or CPU memory."""
 
 CompileOptions: TypeAlias = bool | dict[str, Any]
 """Whether to compile units, or the arguments of `torch.compile` to do so with."""
@@ -54,14 +54,14 @@ class PipelineOptions:
         units: The modules to use as units: classes, class names, or a callable `(name, module) -> bool`. `None` finds
             them automatically.
         resident: Names of modules or parameters to keep on the GPU at all times.
-        activations: What to do with the tensors that a unit saves for backward. `"keep"` leaves them on the GPU,
+        activations: The policy for the tensors that a unit saves for backward. `"keep"` leaves them on the GPU,
             `"recompute"` runs the unit's forward again in backward, `"offload"` moves them to CPU memory until then.
             `"auto"` measures two steps, and then chooses for each unit.
         overlap_optimizer: Whether to update weights unit by unit while the GPU computes. `"auto"` does so if the result
             is that of a plain step; `True` raises an error otherwise.
-        optimizer_on: Where weights are updated. With `"auto"`, if measured steps show that it is faster, units stay on
-            the GPU with their gradients and optimizer state, or are updated there while their state is copied to the
-            GPU and back. With `"host"`, the CPU updates all units.
+        optimizer_on: The place where weights are updated. With `"auto"`, if measured steps show that it is faster,
+            units stay on the GPU with their gradients and optimizer state, or are updated there while their state is
+            copied to the GPU and back. With `"host"`, the CPU updates all units.
         pin_memory: Whether to pin CPU memory, for fast copies.
         host_threads: Number of CPU threads that update weights. `"auto"` uses `OMP_NUM_THREADS` if you set it, else
             three quarters of the cores; without a GPU, torch's number.
@@ -112,7 +112,7 @@ class PipelineOptions:
 
     @property
     def slots(self) -> int | Literal["auto"]:
-        """How many units, of `k_prime` neighbors each, are on the device at once."""
+        """The number of units, of `k_prime` neighbors each, that are on the device at once."""
         return self.k if self.k == "auto" else self.k // self.k_prime
 
 
@@ -174,6 +174,8 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
         if match is not None:
             size = int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
     is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if isinstance(size, int) and size == 1:
+        raise ValueError("`memory_budget=1` is one byte. For all of the GPU's memory, write 1.0; for less, '12GB'.")
     if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
         raise ValueError(
             f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above "

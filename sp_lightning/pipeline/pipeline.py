@@ -29,6 +29,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.moving import HOST, move_parameters, weights_on_accelerators
+from sp_lightning.pipeline.units.tree import check_module
 from sp_lightning.pipeline.window.arrangement import Arrangement
 from sp_lightning.pipeline.window.places import WindowPlan
 
@@ -84,8 +85,8 @@ class Pipeline:
         progress: Progress | None = None,
         leaves_steps_open: bool = False,
     ) -> None:
-        _check_module(module)
         self.module = module
+        check_module(module, {id(parameter) for other in _attached for parameter in other.module.parameters()})
         self.processes = processes
         self.device = full_device(device)
         self.options = options or PipelineOptions()
@@ -172,9 +173,9 @@ class Pipeline:
             self._story.add_up_with_others()
 
     def meet_processes(self, places: bool = True) -> None:
-        """Have all processes use what the first one has written to weights, and place weights alike if asked.
+        """Have all processes use the first one's edits of weights, and place weights alike if asked.
 
-        All of them call it before each training step, and where code of users may have written to weights.
+        All of them call it before each training step, and wherever user code may have written to weights.
         """
         self._check_attached()
         self._placement.meet(places)
@@ -192,8 +193,8 @@ class Pipeline:
     def detach(self) -> None:
         """Give the module back as a plain one on the CPU, with no trace of the pipeline. Idempotent.
 
-        This happens whatever is under way. What fails meanwhile (a pending optimizer step, say), or an interrupt, is
-        raised afterwards.
+        This happens even while work is under way. An error of that work (a pending optimizer step, say), or an
+        interrupt, is raised afterwards.
         """
         if self not in _attached or self.is_forked:
             return
@@ -211,7 +212,7 @@ class Pipeline:
     def _finish(self) -> None:
         """Finish what is under way; drop it if that fails."""
         engine = self._parts
-        # An interrupt may have ended the engine's own work, or a step, of which torch tells nobody.
+        # An interrupt may have ended the engine's own work, or a step, and torch does not report that.
         engine.at_work.abandon()
         optimizer_steps.depth = 0
         try:
@@ -235,7 +236,7 @@ class Pipeline:
             self._restore()
         except BaseException:
             self._parts.drop_work()
-            self._restore()  # an interrupt may have come in the middle: what it has kept from being done is done now
+            self._restore()  # an interrupt may have come in the middle: the parts that it has skipped run now
             raise
 
     def _restore(self) -> None:
@@ -269,7 +270,7 @@ class Pipeline:
 
     @property
     def arrangement(self) -> Arrangement:
-        """The units, and where their weights currently lie."""
+        """The units, and the current places of their weights."""
         return self._parts.arrangement
 
     @property
@@ -288,7 +289,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
     def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return what to pass to `backward(inputs=...)`: each master replaced by what stands for it in the graph."""
+        """Return the `inputs` for `backward`: the edges that stand for a master in the graph replace it."""
         return in_graphs(tensors)
 
     @contextmanager
@@ -321,40 +322,3 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
             "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
             stacklevel=2,
         )
-
-
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, type):
-        raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
-    if not isinstance(module, nn.Module):
-        raise ValueError(
-            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several "
-            "modules into one, such as an `nn.Sequential`."
-        )
-    taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
-    for name, parameter in module.named_parameters():
-        if id(parameter) in taken:
-            raise ValueError(
-                f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
-            )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example "
-                "data before the model is given to superpipeline."
-            )
-        if parameter.is_inference():
-            raise ValueError(
-                f"Parameter {name!r} was made in inference mode, so nothing can follow writes to "
-                "it. Build the model outside of `torch.inference_mode()`."
-            )
-        if getattr(parameter, "grad_dtype", parameter.dtype) not in (parameter.dtype, None):
-            raise ValueError(
-                f"Parameter {name!r} is {parameter.dtype}, and its `grad_dtype` {parameter.grad_dtype}: superpipeline "
-                "has gradients in the dtype of their weights. Leave `grad_dtype` as it is."
-            )
-        if parameter.device.type == "meta":
-            raise ValueError(
-                f"Parameter {name!r} is on the meta device and has no values. Materialize the "
-                "model on the CPU first (`module.to_empty(device='cpu')` and then load or "
-                "initialize its weights)."
-            )

@@ -1,7 +1,7 @@
-"""When weights get other places: before a step, when processes meet, and where autocast is another one.
+"""The occasions when weights get other places: before a step, when processes meet, and when autocast has changed.
 
 Weights are placed only between steps, and while no graph needs them where they are. The reasons are another module
-tree, what past steps have shown (`Learned`), another plan, and another autocast. `engine.py` has how they are placed.
+tree, the findings of past steps (`Learned`), another plan, and another autocast. `engine.py` places them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PlacementPolicy:
             self._adopt_plan(self._wanted_plan)
 
     def meet(self, places: bool) -> None:
-        """Meet the other processes: all get what the first one has written to weights, which are placed if asked.
+        """Meet the other processes: all get the first one's edits of weights, and place weights if asked.
 
         Raises:
             RuntimeError: A process has written to a weight, and the process that owns it has not.
@@ -147,7 +147,7 @@ class PlacementPolicy:
                 autocasts.noted[member.name] = dtype
                 engine.learned.outdated = True
         for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.lowered):
-            # what was cast in this graph stays cast
+            # weights that were cast in this graph stay cast
             if member.name in autocasts.mixed or weight.cast_in == engine.graphs.current.number:
                 engine.learned.casts.note_as_is(weight)
                 engine.guard.make_resident(weight)

@@ -1,8 +1,7 @@
-"""What people are told: counters of what the engine did, how far long work has come, and bytes as they read them.
+"""Figures for people: counters of the engine's work, the progress of long work, and bytes in readable units.
 
-Long work shows itself once it has taken five seconds: weights are arranged, saved, loaded. Whoever works says how far
-it has come. In a terminal this is a bar. Elsewhere each tenth is a line: here in the log, and under a Trainer among its
-messages (trainer/narrator.py).
+Long work shows its progress once it has taken five seconds: weights are arranged, saved, loaded. In a terminal this is
+a bar. Elsewhere each tenth is a line: here in the log, and under a Trainer among its messages (trainer/narrator.py).
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _BAR_WIDTH = 30
 
 
 class Progress:
-    """Begins work that shows itself: as a bar in a terminal, and elsewhere, here, in the log."""
+    """Begins work that shows its progress: as a bar in a terminal, and elsewhere, by default, in the log."""
 
     @property
     def draws_bar(self) -> bool:
@@ -92,17 +91,17 @@ class Progress:
         return Work(words, nbytes, self)
 
     def say(self, line: str) -> None:
-        """Put a line where it is seen."""
+        """Show a line to the user."""
         _LOG.info(line)
 
 
 class Work:
-    """Work that is under way, which shows how far it has come if it takes long.
+    """Work that is under way, which shows its progress if it takes long.
 
     Args:
-        words: What is done, as the beginning of a line.
-        nbytes: How much there is to do.
-        progress: Says so.
+        words: A name for the work, which begins each line.
+        nbytes: The bytes to be processed.
+        progress: Shows how far the work has come.
     """
 
     def __init__(self, words: str, nbytes: int, progress: Progress) -> None:
@@ -114,7 +113,7 @@ class Work:
         self._shown = 0  # percent that were shown, or tenths of all
 
     def advance(self, nbytes: int) -> None:
-        """Note that so much more is done."""
+        """Note that this many more bytes are done."""
         self._done += nbytes
         percent = min(100, 100 * self._done // max(1, self._nbytes))
         part = percent // (1 if self._progress.draws_bar else 10)

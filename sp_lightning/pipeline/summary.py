@@ -12,7 +12,7 @@ from sp_lightning.pipeline.window.places import WindowPlan
 
 @dataclass(frozen=True)
 class Summary:
-    """The plan of a pipeline, and what it takes at the moment; `str()` of it is a table."""
+    """The plan of a pipeline, and the memory that it takes at the moment; `str()` of it is a table."""
 
     device: str  # the device that forward and backward run on
     units: int  # the number of units, each of `k_prime` neighbors
@@ -64,7 +64,8 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan as pairs of a name and a value."""
-        streamed = "all stay on the GPU" if self.k >= self.units else f"{self.k} on the GPU at a time"
+        place = "the GPU" if self.device != "cpu" else "the CPU, as if it were a GPU"
+        streamed = f"all stay on {place}" if self.k >= self.units else f"{self.k} at a time on {place}"
         pinned = ", pinned" if self.pinned else ""
         updates = "on the CPU"
         if self.living or self.visiting:

@@ -1,16 +1,17 @@
-"""The tensors in anything that a unit is given, or returns: no place for a weight to hide.
+"""The tensors in all arguments and outputs of a unit, so that no weight can hide there.
 
-Python's garbage collector knows what an object refers to: its slots and attributes, what an iterator has ahead of it,
-what a partial binds, a closure's variables, a generator's locals. The search asks it, and so runs no code of a user's.
-It passes by what a unit shares with the rest of the program: classes, Python's modules, a function's global variables,
-and the weights that an `nn.Module` has registered, as masters take their places again when a call ends.
+Python's garbage collector knows which objects an object refers to: its slots and attributes, the rest of an iterator,
+the arguments of a partial, a closure's variables, a generator's locals. The search asks it, and so runs no code of a
+user's. It leaves out objects that a unit shares with the rest of the program: classes, Python's modules, a function's
+global variables. It also leaves out weights that an `nn.Module` has registered, because masters take their places again
+when a call ends.
 
 [Note: what cannot be looked into]
-The collector does not know what an object refers to from C or C++: an array of numpy's, a storage, a capsule, an object
-of an extension. For torch and numpy the search knows the way. Numbers, texts and what else Python's own library has
-without telling the collector hold no tensors. Anything else counts as hidden, as does an object that would take the
-search beyond its limit. The search goes level by level, so it finds the tensors near the top in any case. Its caller
-decides about hidden objects.
+The collector does not see references that an object holds in C or C++: an array of numpy's, a storage, a capsule, an
+object of an extension. For torch and numpy the search knows the way. Numbers, texts, and other objects of Python's own
+library that the collector does not follow hold no tensors. Anything else counts as hidden, as does an object that would
+take the search beyond its limit. The search goes level by level, so it finds the tensors near the top in any case. Its
+caller decides about hidden objects.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _NOT_SEARCHED = STATE_OF_MODULES - {"_buffers", "_modules"}
 
 
 def tensors_in(value: Any, hidden: list[Any] | None = None) -> list[Tensor]:
-    """Return all tensors in a value, each once, and plain ones that others consist of.
+    """Return all tensors in a value, each once, and the plain ones that others consist of.
 
     Args:
         value: A tensor, or anything else.
-        hidden: If given, what cannot be looked into is added to it ([Note: what cannot be looked into]).
+        hidden: If given, objects that cannot be searched are added to it ([Note: what cannot be looked into]).
     """
     if type(value) is Tensor and value.layout is torch.strided and not value.__dict__:
         return [value]
@@ -89,7 +90,7 @@ def tensors_in(value: Any, hidden: list[Any] | None = None) -> list[Tensor]:
 
 
 def _referents(item: Any) -> Sequence[Any] | None:
-    """Return what an object refers to; None if that cannot be known."""
+    """Return the objects that an object refers to; None if they cannot be known."""
     kind = type(item)
     if issubclass(kind, _NOT_OF_INTEREST):
         return ()
@@ -110,7 +111,7 @@ def _referents(item: Any) -> Sequence[Any] | None:
 
 
 def _hides_nothing(kind: type) -> bool:
-    """Tell whether the collector knows what a class adds to its bases, or that holds no objects."""
+    """Tell whether the collector sees all that a class adds to its bases, or these additions hold no objects."""
     if kind.__flags__ & _KNOWN_TO_COLLECTOR or kind.__basicsize__ == object.__basicsize__:
         return True
     if issubclass(kind, _NUMPYS_AND_TORCHS):

@@ -1,12 +1,11 @@
 """The private torch APIs that the engine needs, each with the reason why no public one serves.
 
-`tests/pipeline/test_torch_private.py`, or a test of what needs it, fails when one of them changes. All else is public
-torch, or is used where it is needed because torch itself relies on it across packages: `torch.utils._pytree`,
-`torch.utils._python_dispatch`, `torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and
-`_version`, the dictionaries in which modules and parameters keep their hooks, and of modules `_parameters`, `_buffers`,
-`_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an RNN's `_flat_weights`.
-What is private in `GradScaler` is overridden in trainer/precision.py; what is private in Lightning is gathered in
-trainer/__init__.py.
+A test fails when one of them changes: tests/pipeline/test_torch_private.py, or a test of the feature that needs it. All
+else is public torch, or is used where it is needed because torch's packages rely on it: `torch.utils._pytree` and
+`_python_dispatch`, `torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and `_version`,
+the dictionaries of hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`, `_call_impl`,
+`_compiled_call_impl` and an RNN's `_flat_weights`.
+trainer/precision.py overrides private parts of `GradScaler`; trainer/__init__.py gathers those of Lightning.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the saved-tensor hooks that autograd would call now.
 
-    Autograd calls only the innermost pair. Ours must pass on what is not a weight to the pair below, or a user's
-    `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
+    Autograd calls only the innermost pair. Ours must pass tensors that are not weights on to the pair below, or a
+    user's `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
     """
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the id of the backward pass that this thread runs a node of; -1 outside. A reentrant one has its own."""
+"""Return the id of the backward pass whose node this thread runs; -1 outside. A reentrant pass has its own."""
 
 
 def in_backward() -> bool:
@@ -53,7 +52,7 @@ def in_backward() -> bool:
 
 
 running_node: Callable[[], Node | None] = torch._C._current_autograd_node
-"""Return the node of a backward pass that this thread runs, or whose hooks it does; None outside of backward."""
+"""Return the node of a backward pass that this thread runs, or whose hooks it runs; None outside of backward."""
 
 
 def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
@@ -95,13 +94,6 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
 
 
-@contextmanager
-def untracked() -> Iterator[None]:
-    """Compute on values alone: what is made is plain and has no history, and no class is asked about operations."""
-    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-        yield
-
-
 def remember_device_constructors() -> None:
     """Have `with torch.device(...)` know torch's own factories, by identity, before others stand for them."""
     from torch.utils._device import _device_constructors
@@ -117,15 +109,15 @@ def register_builtin(function: Callable[..., Any], original: Callable[..., Any])
 
 
 def apply_of(kind: type[Function]) -> Callable[[type[Function]], Callable[..., Any]]:
-    """Return what binds `apply` of custom autograd Functions to their classes: one of C, or a classmethod of Python."""
+    """Return a function that binds `apply` of custom autograd Functions (C's, or a Python classmethod) to a class."""
     apply: Any = vars(kind)["apply"]
     return lambda cls: apply.__get__(None, cls)
 
 
 def replace_wrapped(wrapper: Any, function: Any) -> Any:
-    """Have a wrapper of torch's call another function than the one that it wraps, which is returned.
+    """Have a wrapper of torch's call another function, and return the one that it wrapped.
 
-    Programs that have imported the wrapper by its name, before this package, would not see another in its place.
+    Programs that imported the wrapper by its name before this package would not see another wrapper in its place.
     """
     wrapper.__closure__[0].cell_contents = function
     return wrapper.__wrapped__
@@ -155,7 +147,7 @@ _PARTS_OF_SPARSE = ("_indices", "_values", "crow_indices", "ccol_indices", "col_
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor consists of: those that it contains, or only itself.
 
-    A sparse one has no storage. What it lies in has a public name only for some layouts, and if it is coalesced.
+    A sparse tensor has no storage. Its parts have public names only for some layouts, and if it is coalesced.
     """
     if contains_others(tensor):
         container: Any = tensor
@@ -176,7 +168,7 @@ _PLAIN = (Tensor, nn.Parameter)
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage. Views share it (`W.t()`), which `is` and `isinstance` would miss.
 
-    Torch's private function passes classes with `__torch_function__` by; `untyped_storage()` asks them.
+    Torch's private function bypasses classes with `__torch_function__`; `untyped_storage()` asks them.
     """
     if type(tensor) not in _PLAIN:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):  # it has no memory yet
@@ -191,18 +183,13 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def alias_count(tensor: Tensor) -> int:
-    """Return how many tensors lie in a tensor's storage; Python sees only those that are objects.
+    """Return how many tensors share a tensor's storage; Python sees only those that are objects.
 
     Torch counts the storage's own object as well, once there is one.
     """
     alone = torch.empty(1)
     counts = [torch._C._storage_Use_Count(storage._cdata) for storage in map(Tensor.untyped_storage, (tensor, alone))]
     return counts[0] - counts[1] + 1
-
-
-def owns_memory(tensor: Tensor) -> bool:
-    """Tell whether a tensor is alone in its storage, and fills it."""
-    return alias_count(tensor) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 _OF_ALL_GRADIENTS = "register_multi_grad_hook.<locals>.get_inner_hook"
@@ -223,18 +210,13 @@ def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return hooks
 
 
-def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
-    """Return the hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
-    return list((parameter._post_accumulate_grad_hooks or {}).values())
-
-
 _ZERO_GRADS = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad.__code__)
 
 
 def zeroing() -> bool | None:
     """Return the `set_to_none` of torch's `zero_grad` if that has asked a guard for a gradient; else None.
 
-    Of a weight without a gradient `zero_grad` asks for it and does no more, and no hook tells that it was called.
+    For a weight without a gradient, `zero_grad` asks for that and does no more, and no hook tells that it was called.
     """
     frame = sys._getframe(3)  # below this function, the guard and `__torch_function__`
     if frame.f_code not in _ZERO_GRADS:
@@ -243,27 +225,24 @@ def zeroing() -> bool | None:
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the same attributes, of which others can take the place; torch copies state as well."""
+    """Return an optimizer with the same attributes, which others can replace there; torch would copy state as well."""
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
     return stand_in
 
 
 def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[Tensor, dict[str, Any]]], None]:
-    """Return what runs the `step` of an optimizer's class, with hyperparameters, for the parameters of a given state.
+    """Return a function that runs the `step` of an optimizer's class, with hyperparameters, for a state's parameters.
 
     It calls the function below torch's wrapper around `step`: it runs many times for parts of a unit, and neither hooks
     nor the profiler should take these for steps of the user's. No public name leads there.
     """
     step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     stepped = stand_in_for(optimizer)
-    attributes = vars(stepped)
-    # a GradScaler lends them to fused kernels, for the user's own call
-    for lent in ("grad_scale", "found_inf"):
-        attributes.pop(lent, None)
-    # the check queries the driver for its devices at each call, for 0.1 ms
+    for lent in ("grad_scale", "found_inf"):  # by a GradScaler to fused kernels, for the user's own call
+        vars(stepped).pop(lent, None)
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        attributes[check] = lambda: None
+        vars(stepped)[check] = lambda: None  # it asks the driver for its devices at each call, for 0.1 ms
     stepped.param_groups = [group]
 
     def run(state: dict[Tensor, dict[str, Any]]) -> None:
@@ -294,13 +273,11 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
 def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     """Have torch's allocator map freed memory to where it is needed next, unless the user has configured it.
 
-    It would otherwise cut what stays from large free blocks, whose rest is too small for what is as large again. Public
-    is an environment variable alone, which the user would have to set before torch is imported. Some virtual devices
-    cannot map memory, and only say so when memory is asked for, on a stream for which nothing was allocated before.
+    It would otherwise cut tensors that stay from large free blocks, whose rest is too small for another large one.
+    Public is only an environment variable, which has to be set before torch is imported. Some virtual devices cannot
+    map memory, and only say so at an allocation, on a stream that has none yet.
     """
-    if sys.platform != "linux" or torch.version.cuda is None:
-        return
-    if torch.cuda.get_allocator_backend() != "native":
+    if sys.platform != "linux" or torch.version.cuda is None or torch.cuda.get_allocator_backend() != "native":
         return
     if torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]:
         return
@@ -326,8 +303,7 @@ def hide_from_dynamo(modules: Iterable[str]) -> None:
     below it is compiled. `torch.compiler.disable` covers one function: with `recursive`, nothing below it is compiled;
     without, dynamo goes on to trace each function of the engine that it calls. Torch hides its own packages this way.
     """
-    # takes a second: only once there is something to attach to
-    from torch._dynamo import trace_rules
+    from torch._dynamo import trace_rules  # takes a second: only once there is something to attach to
 
     for spec in map(find_spec, modules):
         if spec is not None and spec.origin is not None:
@@ -342,7 +318,7 @@ def call_before_compiling(action: Callable[[], None]) -> None:
     computes with tensors where it otherwise uses Python numbers. Dynamo's own callbacks come too late.
     """
     session = getattr(torch.compiler, "_compile_session_context", None)
-    if session is None:  # in this torch it is true only for what is being traced
+    if session is None:  # in this torch it is true only for code that is being traced
         return
 
     @contextmanager
@@ -362,8 +338,7 @@ def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wrapped, in a class that is not public; else the module itself."""
-    # importing it takes seconds, and it is there if anything is wrapped
-    dynamo: Any = sys.modules.get("torch._dynamo")
+    dynamo: Any = sys.modules.get("torch._dynamo")  # importing takes seconds; it is there if anything is wrapped
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod
     return module

@@ -1,4 +1,4 @@
-"""What `sp-lightning plan` assumes of a machine and of a training, and the optimizer's state that follows from it."""
+"""The assumptions of `sp-lightning plan` about a machine and a training, and the optimizer's state that follows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_SYSTEM = 6 * 2**30
 """Bytes of host memory for the system and for data."""
 
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
-# in full
+# short names and full ones
 _PRECISIONS: dict[str, Precision] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 _KNOWN: dict[str, tuple[object, ...]] = {
     "precision": get_args(Precision),
@@ -48,7 +48,7 @@ _KNOWN: dict[str, tuple[object, ...]] = {
     "moments": (None, *get_args(Moments)),
     "loss": get_args(Loss),
 }
-# if the user gives none, and there is no device
+# the memory that is assumed if the user gives none, and there is no device
 _DEVICE_MEMORY, _HOST_MEMORY = 24 * 2**30, 64 * 2**30
 _LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
 
@@ -63,8 +63,8 @@ class Assumptions:
         host_memory: CPU memory, of which 6 GiB are for the system and for data. None asks the machine if it has a GPU,
             and is 64 GiB otherwise.
         link: Bandwidth of copies in each direction, in GB/s. Both at once reach 85 % of the sum.
-        compute: Speed that the GPU reaches on such a model at least, in TFLOP/s. Everything is chosen for it.
-        compute_at_best: Speed that it reaches at best, in TFLOP/s, for the upper end of tokens per second. None is
+        compute: The lowest speed that the GPU reaches on such a model, in TFLOP/s. The plan is chosen for it.
+        compute_at_best: The highest speed that it reaches, in TFLOP/s, for the upper end of tokens per second. None is
             `compute`.
         device_bandwidth: Bandwidth of GPU memory, in GB/s, as its maker states it.
         host_bandwidth: Bandwidth at which the optimizer reads and writes CPU memory, in GB/s.
@@ -72,8 +72,8 @@ class Assumptions:
             `host_bandwidth`.
         precision: The Trainer's `precision`.
         accumulate: The Trainer's `accumulate_grad_batches`.
-        gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, for which all gradients have to be there first.
-            0 does not clip, as in the Trainer.
+        gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, which needs all gradients first. 0 does not clip,
+            as in the Trainer.
         optimizer: Name of the optimizer's class in `torch.optim`.
         moments: How an optimizer of `sp_lightning.optim` keeps moments. None for torch's optimizers.
         activations: The strategy's `activations`.
@@ -84,7 +84,7 @@ class Assumptions:
         length: Number of tokens in a row, each of which attention compares with all others.
         loss: Whether a language model's loss does without all logits at once, as with `loss_in_slices`.
         lora: Rank of adapters on all linear layers but the head, on a frozen base. None trains all weights.
-        devices: Devices of the machine, which share its memory and what can be read of it in a second.
+        devices: Devices of the machine, which share its memory and the bandwidth of that memory.
 
     Raises:
         ValueError: If a value is not above zero, or not one of the known ones.
@@ -177,12 +177,12 @@ class Assumptions:
         return OPTIMIZERS[self.optimizer] in STEP_BY_WEIGHT
 
     def state_bytes(self, weights: Iterable[Tensor]) -> int:
-        """Return what the optimizer keeps for trained weights; numbers that are there once for a weight do not count.
+        """Return the bytes of state for trained weights; numbers that exist once for a weight do not count.
 
-        What it refuses, as Muon does vectors, is taken to be another's: AdamW's.
+        Weights that the optimizer refuses, as Muon refuses vectors, are assumed to belong to another one: AdamW.
         """
         if self.moments is not None:
-            low = 2.0 if self.precision == "bf16-true" else 0.0  # what bf16 has not of a number
+            low = 2.0 if self.precision == "bf16-true" else 0.0  # the bytes that bf16 lacks
             of_moments = 2 * _MOMENT_BYTES[self.moments]
             return int(sum(weight.numel() for weight in weights) * (low + of_moments))
         nbytes = 0
@@ -223,11 +223,11 @@ def _bytes_of(memory: int | str | None, otherwise: int) -> int:
 
 
 def ladder(given: Assumptions) -> Iterator[Assumptions]:
-    """Yield the ways to keep moments: what is given, then those of `sp_lightning.optim`, if torch's is.
+    """Yield the ways to keep moments: the given one, and, if that is torch's, those of `sp_lightning.optim`.
 
-    Each takes less host memory than the one before it.
+    Each takes less host memory than the one before it. Adapters have so few moments that there is one way.
     """
     yield given
-    if given.optimizer in COMPACT and given.moments is None:
+    if given.optimizer in COMPACT and given.moments is None and given.lora is None:
         for moments in get_args(Moments):
             yield replace(given, precision="bf16-true", moments=moments)

@@ -1,8 +1,8 @@
 """The choice with the fastest step among those that fit the budgets of device and host (docs/planning.md).
 
-A draft says how many places units stream through, what becomes of activations, and how many units live on the device or
-visit it. A few hundred drafts are filled up with what fits, and priced by the clock; the cheapest is looked at once
-more, with a little more or less of everything.
+A draft has the number of places that units stream through, a policy for activations, and the number of units that stay
+on the device or visit it. The search fills a few hundred drafts up with as many units as fit, and the clock prices
+them. Then it tries the cheapest one again, with a little more or less of everything.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from sp_lightning.planning.memory import (
 from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
-# of units that do not keep their activations
+# the policies of units that do not keep their activations
 _POLICIES: tuple[Policy, ...] = ("recompute", "offload")
-# of the units that could keep their activations, and of those that could visit
+# shares of the units that could keep their activations, and of those that could visit
 _SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 _CHANGES = (-3, -1, 1, 3)
-# a host whose memory gives less than its own steps take by this factor has none to spare for visits
+# a host has bandwidth to spare for visits only if its memory gives more than its own steps take, by this factor
 _SPARE_MEMORY = 1.3
-# of steps that take as long, the one with less work wins: what its lanes are busy counts by this part
+# if steps take equally long, the one with less work wins: the busy time of its lanes counts by this part
 _EFFORT = 0.002
 
 
 class TooLittleMemory(ValueError):
-    """Nothing fits, not even what takes least; it says what takes most, and what may help a run.
+    """Nothing fits, not even the smallest choice. The message names the largest part, and remedies for a run.
 
     Attributes:
         place: "device" or "host".
         budget: Bytes that there are.
-        missing: Bytes that it takes beside them.
-        most: What takes most.
+        missing: Bytes that it takes besides them.
+        most: The part that takes most.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class _Draft(NamedTuple):
 
     k: int
     policy: Policy  # of the units that do not keep their activations
-    # whether units that live on the device are spread evenly, or the first ones
+    # whether units that stay on the device are spread evenly, or the first ones
     is_spread: bool = False
     keeping: int = 0  # how many keep their activations, the last ones
-    visits: float = 0.0  # the part of units that do not live on the device that visits
-    living: int = 0  # beside those that stay there in any case
+    visits: float = 0.0  # the share of the other units that visits
+    living: int = 0  # units that stay on the device, besides those that do so in any case
 
 
 def choose(
@@ -88,8 +88,8 @@ def choose(
 ) -> Prediction:
     """Predict the fastest step within budgets of device and of host memory, with its choice.
 
-    `k` may be fixed. If units are chosen `by_size`, as few bytes as possible are moved, however long things take, and
-    nothing visits. If nothing fits, it raises `TooLittleMemory`.
+    `k` may be fixed. With `by_size`, the choice moves as few bytes as possible, regardless of time, and no unit visits.
+    If nothing fits, it raises `TooLittleMemory`.
     """
     units = max(1, len(workload.units))
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
@@ -121,7 +121,7 @@ def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Wo
 
 
 class _Search:
-    """Fills drafts up with what fits, and prices them."""
+    """Fills drafts up with as many units as fit, and prices them."""
 
     def __init__(self, workload: Workload, machine: Machine, room: int, host_room: float, by_size: bool) -> None:
         self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
@@ -139,12 +139,12 @@ class _Search:
         self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in every}
 
     def cheapest(self, kind: tuple[int, Policy] | None = None) -> tuple[_Draft, Prediction]:
-        """Return the best draft, of all or of those with so many places and such a policy."""
+        """Return the best draft, of all or of those with this number of places and this policy."""
         found = [each for each in self.found.values() if kind in (None, each[0][:2])]
         return min(found, key=lambda each: self._cost(each[1]))
 
     def refine(self, kind: tuple[int, Policy]) -> None:
-        """Look at what is near the best draft of a kind, until that does not help."""
+        """Try the drafts near the best one of a kind, until that does not help."""
         best = None
         while (cheapest := self.cheapest(kind)[0]) != best:
             best = cheapest
@@ -175,14 +175,14 @@ class _Search:
             yield self._filled(visits._replace(keeping=0))  # activations may be in the way
 
     def _filled(self, draft: _Draft) -> _Draft:
-        """Have as many units live on the device as fit."""
+        """Return the draft with as many units on the device as fit."""
         more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
         work = self._workload
         living = bisect_right(more, self._room, key=lambda draft: device_bytes(work, self._choice(draft)))
         return draft._replace(living=living)
 
     def too_little(self, k: int) -> TooLittleMemory:
-        """Return what is missing for the draft with so many places that takes least of the device."""
+        """Return the error for the draft with this number of places that takes the least of the device."""
         work = self._workload
         drafts = [self._choice(_Draft(k, policy)) for policy in _POLICIES]
         fitting = [choice for choice in drafts if host_bytes(work, choice) <= self._host_room]
@@ -212,7 +212,7 @@ class _Search:
                 self.found[choice] = draft, self._price(choice)
 
     def _price(self, choice: Choice) -> Prediction:
-        """Price a choice; if its units visit in backward, also as they would later, and take what costs less."""
+        """Price a choice. If its units visit in backward, price later visits, too, and return the cheaper way."""
         choices = [choice]
         if choice.visiting and self._workload.stepping == "in backward":
             choices.append(replace(choice, defers_visits=True))
@@ -241,5 +241,5 @@ def _way(ways: Sequence[Way], policy: Policy) -> Way:
 
 
 def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return so many of these numbers, spread evenly."""
+    """Return `count` of these numbers, spread evenly."""
     return tuple(numbers[(2 * place + 1) * len(numbers) // (2 * count)] for place in range(count))

@@ -1,8 +1,8 @@
 """The time of a step: its lanes run once through it, unit by unit, from one backward to the next.
 
 [Note: the time of a step]
-Computing, copies in both directions and work on the host go on side by side. Each lane does one thing after the other,
-as soon as what that waits for is done:
+Computing, copies in both directions and work on the host run side by side. Each lane does one thing after the other, as
+soon as everything that this waits for is done:
 
     a load         a free place, and, after a step of the optimizer, the unit's new weights on the host
     computing      the unit's weights, and its activations if they wait on the host
@@ -10,14 +10,14 @@ as soon as what that waits for is done:
     steps          their gradients or, clipped, those of all units; of several that could begin, the first unit's
     visits         the same, and the visit before; after backward or deferred, the moment at which their unit is loaded
 
-The link is shared by copies up and down, the host's memory by all copies and the steps on the host: no part of a step
-takes less time than what they have to move there.
+Copies up and down share the link; all copies and the steps on the host share the host's memory. No part of a step takes
+less time than the bytes that they have to move there.
 
 [Note: loads]
-Of N units, of which k fit into the window, the last k stay there for backward, and the first k after it:
-N - k are sent in backward, and N - k in forward. After a step, what stayed is sent again. Where a visit as a unit is
-loaded brings new weights, only the others are sent. Units that all have a place of their own (k >= N) are sent as they
-are stepped, so in backward the first ones come last. In inference the first ones do not stay: all are sent, but for
+If k of N units fit into the window, the last k stay there for backward, and the first k after it: N - k are sent in
+backward, and N - k in forward. After a step, units that stayed are sent again. If a visit brings a unit's new weights
+as it is loaded, only the others are sent. Units that all have a place of their own (k >= N) are sent as they are
+updated, so in backward the first ones come last. In inference the first ones do not stay: all are sent, except for
 those that share their place with no other.
 """
 
@@ -35,7 +35,7 @@ _WAITS_FOR_MEMORY = 0.5  # the part of computing that is limited by the device's
 
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
-    """Predict what a step takes with a choice."""
+    """Predict the costs of a step with a choice."""
     passes = [_Pass(workload, machine, choice, steps=workload.stepping is not None)]
     if workload.micro_steps > 1:
         passes += [_Pass(workload, machine, choice, steps=False)] * (workload.micro_steps - 1)
@@ -51,12 +51,12 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
 
 
 class _Lane:
-    """What does one thing after the other, at so much in a second."""
+    """A resource that does one thing after the other, at a rate."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self.free = 0.0  # when all is done so far
-        self.moved = 0.0  # bytes, or seconds of computing
+        self.moved = 0.0  # the sum of bytes, or of seconds of computing
 
     @property
     def busy(self) -> float:
@@ -73,7 +73,7 @@ class _Lane:
 class _Pass:
     """A backward and the forward after it, with a step of the optimizer between them or without one.
 
-    See [Note: the time of a step]. What is resident has the number after the last unit.
+    See [Note: the time of a step]. The resident unit has the number after the last one.
     """
 
     def __init__(self, workload: Workload, machine: Machine, choice: Choice, steps: bool) -> None:
@@ -91,7 +91,7 @@ class _Pass:
         self._leaving = [*(way.leaving for way in self._ways[:-1]), 0, 0]
         self._gradients = workload.gradients_to_host(choice)
         self._waiting = set(choice.waiting)
-        # where units are stepped that do not live on the device
+        # the units that the host does not step
         elsewhere = self._living.union(choice.visiting)
         self._on_host = [n for n in numbers if steps and self._units[n].step_bytes and n not in elsewhere]
         self._bytes_on_host = sum(self._units[number].step_bytes for number in self._on_host)
@@ -100,7 +100,7 @@ class _Pass:
         self._early = [*choice.visiting] if self._steps_in_backward and not choice.defers_visits else []
         self._visiting = choice.visiting if steps and not self._early else ()
         self._visited = 0.0  # when the last visit will be over
-        self._come = [0.0] * len(self._units)  # when each unit's gradients have
+        self._come = [0.0] * len(self._units)  # when each unit's gradients have come
         # when each unit has been stepped, or may be by its visit
         self._ready = [0.0 if streams else math.inf for streams in self._streams]
         self._compute, self._host = _Lane(1.0), _Lane(machine.host)
@@ -122,7 +122,7 @@ class _Pass:
         if self._workload.trains:
             self._run_backward()
             self._compute.move(self._workload.traffic_of_gradients(self._choice) / self._machine.device_memory)
-            # these crowd its copies; forward need not wait for others
+            # these visits crowd its copies; forward need not wait for others
             self._visit_in_backward(self._compute.free)
             self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
             self._visit_in_backward(math.inf)
@@ -144,9 +144,9 @@ class _Pass:
         return 1 + _WAITS_FOR_MEMORY * moved / self._machine.device_memory / max(computing, 1e-9)
 
     def _copying_seconds(self, stepped: int) -> float:
-        """Return how long all copies so far keep what they share busy: the link, and the memory of the host.
+        """Return how long all copies so far keep their shared resources busy: the link, and the memory of the host.
 
-        Its steps, of so many bytes, leave to copies what they do not use of it, or these wait for their end.
+        Steps on the host, of `stepped` bytes, leave the rest of the memory's bandwidth to copies, or copies wait.
         """
         machine = self._machine
         up, down = self.up.moved, self.down.moved
@@ -157,7 +157,7 @@ class _Pass:
 
     def _run_backward(self) -> None:
         """Run through a backward, and visits in it."""
-        freed: list[float] = []  # when the places of units were, in the order in which they stream
+        freed: list[float] = []  # when the places of units were freed, in the order in which they stream
         sent = [0.0] * STAGING_BUFFERS
         begun = 0.0
         for number in (*reversed(range(self._resident)), self._resident):
@@ -202,7 +202,7 @@ class _Pass:
         return self._visited
 
     def _step(self) -> None:
-        """Have the host step units; of those whose gradients have come the first one that the next forward needs."""
+        """Have the host step units: first, among those whose gradients have come, the one that forward needs first."""
         if self._steps:
             updated = sum(self._units[number].update_traffic for number in self._living)
             self._compute.move(updated / self._machine.device_memory)
@@ -219,7 +219,7 @@ class _Pass:
         for number in reversed(late[-FEW_BUFFERS:]):
             self._come[number] = self.down.move(self._workload.bytes_that_wait(number), ready[number])
         del late[-FEW_BUFFERS:]
-        # what is resident is first
+        # the resident unit is first
         waiting = {number: (number + 1) % len(self._come) for number in self._on_host}
         while waiting:
             come = [number for number in waiting if self._come[number] <= self._host.free]
@@ -261,7 +261,7 @@ class _Pass:
         left = 0.0
         for number in (self._resident, *range(self._resident)):
             unit = self._units[number]
-            # the lane has nothing to do before one of those that are left has been stepped; others do not wait for it
+            # the lane is idle until one of the remaining units has been stepped; others do not wait for it
             begin = min(self._ready[number % max(1, self._resident) :])
             is_there = not self._streams[number] or len(freed) in staying
             if not is_there and len(freed) >= self._slots:

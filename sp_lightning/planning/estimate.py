@@ -1,9 +1,9 @@
 """Estimates the work of a step from a model's shapes and from assumptions, without a machine to measure on.
 
-Units are found by the engine's own rules, on a copy of the model on the meta device. Each weight matrix multiplies and
-adds once for each token, an expert's once for each token that passes it, and attention once for each pair of tokens of
-a row. A matrix saves a constant part of what it reads and writes: that of decoders with fused attention, whatever the
-length of their rows (docs/planning.md).
+The engine's own rules find the units, on a copy of the model on the meta device. Each weight matrix multiplies and adds
+once for each token, an expert's once for each token that passes it, and attention once for each pair of tokens of a
+row. A matrix saves a constant part of the bytes that it reads and writes: that of decoders with fused attention, for
+rows of any length (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _HALF = {
 }
 # bytes that a unit saves for each one that its matrices read or write, with autocast and without
 _SAVED_MIXED, _SAVED = 1.5, 1.28
-_WORKING = 1.4  # of what a unit saves, what it takes as it computes
-# logits in fp32, their gradients, and what a loss makes of them, by the size of the first
+_WORKING = 1.4  # bytes that a unit takes as it computes, for each one that it saves
+# logits in fp32, their gradients, and results of the loss, for each byte of the first
 _OF_LOGITS = 3.0
-_OF_CHUNKED_LOSS = 2.0  # what a loss without them takes, by the size of its weight
+_OF_CHUNKED_LOSS = 2.0  # bytes that a loss without all logits takes, for each byte of its weight
 # layers that make queries, of all heads together, and the side of their weights that has this width
 _QUERIES = {"q_proj": 0, "to_q": 0, "query": 0, "q": 0, "qkv": 1, "qkv_proj": 1, "c_attn": 0}
-# what few tokens pass in diffusers' models: modulation, and the text's half of blocks that have one for the image, too
+# layers of diffusers' models that few tokens pass: modulation, and the text's half of blocks that also have the image's
 _NOT_EACH = re.compile(r"norm\w*\.linear$|\b(ff_context|add_[qkv]_proj|to_add_out)\b")
 # the backward of fused attention, which multiplies once more for the scores, by its forward
 _ATTENTION_BACK = 2.5
 # a mixture's experts that are modules of their own
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
-_BOTH_WAYS = 1.7  # what copies in both directions at once reach together, by one of them
-# what host memory gives in all, if cores and copies ask for it at once, for each byte that the optimizer alone reaches
+_BOTH_WAYS = 1.7  # the rate that copies in both directions reach together, by that of one of them
+# the rate of host memory if cores and copies use it at once, by the rate that the optimizer alone reaches
 _MEMORY_FOR_ALL = 1.5
 
 
 class ModelFacts(NamedTuple):
-    """What has to be known of a whole model to tell what one of its units computes."""
+    """The facts of a whole model that decide on the work of one of its units."""
 
     vocabulary: frozenset[int]  # sizes of its tables
-    chosen_experts: int | None  # of a mixture, that each token passes
+    chosen_experts: int | None  # number of a mixture's experts that each token passes
 
 
 class DividedModel(NamedTuple):
@@ -125,7 +125,7 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         staging_buffers=STAGING_BUFFERS if given.devices == 1 else STAGING_OF_SEVERAL,
         # sums are read and written, and gradients read
         add_seconds=(given.accumulate > 1) * 3 * masters / machine.host,
-        # what is resident saves all the time, and the clock lets it compute in forward alone
+        # the resident unit saves all the time, and the clock lets it compute only in forward
         rest_seconds=resident.backward_seconds,
         outside_bytes=resident.ways[0].held,
         turn_bytes=int(turn),
@@ -156,7 +156,7 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def assumed_machine(given: Assumptions) -> Machine:
-    """Return the machine as one of its devices sees it, which share what can be read of its memory in a second."""
+    """Return the machine as one of its devices sees it; all devices share the bandwidth of its memory."""
     host = given.host_bandwidth * 1e9
     share = host / given.devices
     link = min(given.link * 1e9, share)
@@ -174,7 +174,7 @@ def _matrices(unit: Unit, given: Assumptions, facts: ModelFacts) -> Iterator[tup
     """Yield the shapes of all weights that a unit multiplies tokens with, and the names of their layers.
 
     Tables are looked up, diffusion models' modulation is computed once for an image, their tokens pass one of two
-    halves of a block, and adapters are next to nothing. Of a mixture's experts there are as many as a token passes.
+    halves of a block, and adapters are next to nothing. A mixture has as many experts here as a token passes.
     """
     for name, module in [named for member in unit.members for named in member.module.named_modules(prefix=member.name)]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or _NOT_EACH.search(name):
@@ -203,7 +203,7 @@ def _work(unit: Unit, given: Assumptions, facts: ModelFacts, policies: Sequence[
     lowered = sum(weight.compute_bytes for weight in trained if weight.lowered)
     gradients = sum(weight.compute_bytes for weight in trained)
     state = given.state_bytes(weight.master for weight in trained)
-    # gradients are added up in the masters' dtype, those of several devices in one pass; that is what the step reads
+    # gradients are added up in the masters' dtype, those of several devices in one pass; the step reads the sums
     sums = masters if given.devices * given.accumulate > 1 else 0
     added = sums - gradients if sums else 0
     if given.devices > 1:

@@ -1,9 +1,9 @@
-"""What `sp-lightning plan` knows by name: models, GPUs and hosts, from the data files in `known/`.
+"""The models, GPUs and hosts that `sp-lightning plan` knows by name, from the data files in `known/`.
 
-Models have the arguments of a class of their library, as they are published, the shapes of its layers, so that nobody
-needs the library, and what to type to train them with a recipe of `examples/`, all of them or adapters; hosts have
-rates to assume, GPUs the peak that their maker states and, by class, the share of it that training reaches (their
-*reach*). Each has where it is from.
+Models have the arguments of a class of their library, as they are published. They have the shapes of its layers, so
+that the library is not needed, and the command to train them, or adapters, with a recipe of `examples/`. Hosts have
+rates to assume. GPUs have the peak that their maker states and, by class, the share of it that training reaches (their
+*reach*). Each entry has its source.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from sp_lightning.planning.assumptions import Assumptions
 Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "hosts", "recipes"]
 # pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
 _SIDE, _PIXELS = 512, 16
-# what people leave out of a card's name, or put before it
+# words that people leave out of a card's name, or put before it
 _MAKER = re.compile(r"nvidia|geforce|rtx|tesla|[\s-]")
 
 
 def known(kind: Kind) -> dict[str, dict[str, Any]]:
-    """Return all that is known of a kind, by name."""
+    """Return all known entries of a kind, by name."""
     file = files("sp_lightning.planning").joinpath("known", f"{kind}.json")
     entries: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return entries
 
 
 def find(kind: Kind, name: str) -> dict[str, Any] | None:
-    """Return what is known by a name, in upper or lower case; a model may have its organization before it."""
+    """Return the entry of a name, in upper or lower case; a model may have its organization before it."""
     name = name.rpartition("/")[2].casefold()
     return next((entry for each, entry in known(kind).items() if each.casefold() == name), None)
 
 
 def gpu_named(name: str) -> str | None:
-    """Return the full name of a card, which may be given without its maker and series: "4090", "rtx4090"."""
+    """Return the full name of a card; the argument may lack its maker and series: "4090", "rtx4090"."""
     short = _MAKER.sub("", name.casefold())
     return next((gpu for gpu in known("gpus") if _MAKER.sub("", gpu.casefold()) == short), None)
 
 
 def rates_of_gpu(name: str) -> dict[str, Any]:
-    """Return what to assume of a card: its memory, its link, and how fast it computes at least and at best."""
+    """Return the assumptions about a card: its memory, its link, and its lowest and highest speed."""
     gpu = gpu_named(name)
     if gpu is None:
         raise ValueError(
@@ -68,7 +68,7 @@ def rates_of_gpu(name: str) -> dict[str, Any]:
 
 
 def rates_of_host(name: str) -> dict[str, Any]:
-    """Return what to assume of a host: its memory's bandwidth."""
+    """Return the assumption about a host: its memory's bandwidth."""
     entry = find("hosts", name)
     if entry is None:
         raise ValueError(f"`--host`: {name!r} is not one of {', '.join(known('hosts'))}")
@@ -118,7 +118,7 @@ def recipe(name: str, given: Assumptions) -> str:
 
 
 def named_model(name: str) -> nn.Module:
-    """Build a model that is known by its name, or has a configuration of transformers, on the meta device."""
+    """Build a model with a known name, or with a configuration of transformers, on the meta device."""
     shapes = None if Path(name).exists() else find("shapes", name)
     near = get_close_matches(name.rpartition("/")[2], known("models"), n=3, cutoff=0.6)
     nearest = f" The nearest names that are built in: {', '.join(near)}." if near else ""
@@ -141,7 +141,7 @@ def named_model(name: str) -> nn.Module:
 
 def of_transformers(config: Any) -> nn.Module:
     """Build the model of a configuration of transformers, for language if it has one for that."""
-    # takes seconds, which models that are known do not need
+    # this import takes seconds, and known models do not need it
     transformers: Any = import_module("transformers")
     auto = transformers.AutoModel
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -153,7 +153,7 @@ def of_transformers(config: Any) -> nn.Module:
 
 
 def of_shapes(shapes: dict[str, Any]) -> nn.Module:
-    """Build a model that only holds weights; `tools/known_models.py` has described it."""
+    """Build a model that only holds weights, from the description by `tools/known_models.py`."""
     model = _layer(shapes)
     for name, other in shapes.get("tied", {}).items():
         owner, _, key = name.rpartition(".")

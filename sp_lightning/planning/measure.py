@@ -39,7 +39,7 @@ _OF_FOREACH = 3  # what torch's operations on many weights read and write, by wh
 _STATE_IN_CODES = 6  # bytes of state for each number: two moments in fp32 have more, in codes less
 
 _Phase: TypeAlias = tuple[Kind, bool, str]
-"""What is computed, whether after the step's backward has begun, and for which unit."""
+"""The kind of computing, whether the step's backward has begun before it, and its unit."""
 
 _REST: _Phase = (Kind.STALL, False, "")
 
@@ -47,9 +47,9 @@ _REST: _Phase = (Kind.STALL, False, "")
 def work_of(
     unit: Unit, state: int = 0, meanwhile: int = 0, *, trains: bool = True, lives: bool = False, visits: bool = False
 ) -> UnitWork:
-    """Return the bytes of a unit, wherever it lives now.
+    """Return the bytes of a unit, wherever it is now.
 
-    Its weights have so many bytes of optimizer state, and its step takes so many of the device `meanwhile`.
+    Its weights have `state` bytes of optimizer state, and its step takes `meanwhile` bytes of the device.
     """
     weights = unit.every_weight
     trained = [weight for weight in weights if trains and weight.master.requires_grad]
@@ -119,7 +119,7 @@ def _may_visit(optimizers: Collection[Optimizer], unit: Unit, fused: bool) -> bo
 
 
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
-    """Return the bytes of a unit with the optimizer state that it has, and of where it may be stepped."""
+    """Return the bytes of a unit with the optimizer state that it has, and the places where it may be stepped."""
     states, processes = engine.optimizers.states, engine.processes
     optimizers = states.optimizers
     masters = [weight.master for weight in unit.every_weight]
@@ -140,7 +140,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
 
 
 def _with_sums(work: UnitWork, micro_steps: int) -> UnitWork:
-    """Return a unit's work with what sums of its gradients take of host memory."""
+    """Return a unit's work with the host memory that sums of its gradients take."""
     return replace(work, sum_bytes=work.master_bytes) if micro_steps > 1 else work
 
 
@@ -149,8 +149,8 @@ class FirstSteps:
 
     def __init__(self, engine: Engine, trains: bool, waits: bool) -> None:
         self.trains = trains  # whether the steps have a backward
-        self.recording = Recording()  # of what the lanes did
-        # the most of the device that they took beside weights and gradients
+        self.recording = Recording()  # the recorded work of the lanes
+        # the most device memory that the steps took besides weights and gradients
         self.activation_bytes = 0
         self.optimizer_steps = 0  # since this object was made, or since the recording has begun
         self._engine = engine
@@ -180,18 +180,18 @@ class FirstSteps:
         return not self.recording.steps
 
     def stop(self) -> None:
-        """End the recording, if it has begun; raise what a recorded copy or job has failed with."""
+        """End the recording, if it has begun; raise the error of a recorded copy or job that has failed."""
         scope, self._scope = self._scope, None
         if scope is None:
             return
         scope.close()
         memory = self._engine.backend.memory()
-        if self._memory is not None and memory is not None:  # with what operations take
+        if self._memory is not None and memory is not None:  # this includes the memory of operations
             self.activation_bytes = max(self.activation_bytes, memory.peak - self._memory.allocated)
 
 
 def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workload:
-    """Return the work of a step, with ways of activations that can be gone on this machine."""
+    """Return the work of a step, with the ways of activations that are possible on this machine."""
     auto, recording = engine.activations.auto, measured.recording
     in_order = engine.arrangement.units
     steps = [_computing(recording, begin, end, in_order) for begin, end in recording.steps]
@@ -239,10 +239,10 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
 
 
 def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine:
-    """Return the speed of copies and of the optimizer; what is not recorded is as it was found before."""
+    """Return the speed of copies and of the optimizer; rates that were not recorded keep their values from before."""
     to_device = _rate(recording, Kind.LOAD, Kind.FETCH) or before.to_device
     to_host = _rate(recording, Kind.GRADIENTS, Kind.LATE_GRADIENTS, Kind.OFFLOAD) or min(before.to_host, to_device)
-    # steps are recorded by what they read and write beside state
+    # steps are recorded by the bytes that they read and write besides state
     units = engine.arrangement.all_units
     recorded = sum(work_of(unit).step_bytes for unit in units)
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
@@ -279,7 +279,7 @@ def _computing(recording: Recording, begin: float, end: float, units: Sequence[U
 
 
 def _waits_for_all(recording: Recording) -> bool:
-    """Tell whether nothing is stepped while gradients come."""
+    """Tell whether no unit is stepped while gradients come."""
     for begin, end in recording.steps:
         backward = [span.begin for span in _of_kind(recording.spans, Kind.BACKWARD) if begin <= span.begin < end]
         steps = _of_kind(recording.spans, Kind.STEP)

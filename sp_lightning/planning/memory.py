@@ -1,14 +1,15 @@
 """The device and host memory that a step takes with a given choice, and the ways that activations can go.
 
 [Note: the peak]
-From its forward to its backward a unit holds something: all that it saved, or its inputs alone, or next to nothing if
-these wait on the host. While it computes, in forward and in backward, it takes more. Meanwhile the units before it hold
-theirs, and those after it hold nothing yet, or nothing any more. What the unit before it saved may still be leaving for
-the host, or be coming back already. So the peak is the largest, over all units, of what the units before one hold, what
-of the last of them is under way, and what that one needs to compute; or, at the turn from forward to backward, what all
-units hold and what is taken after them. Gradients of units that visit stay from their backward until they are stepped,
-in the next forward: while a unit computes, its own and those of units after it are there. So do gradients that wait on
-the device because the host has no room; sums of several micro-batches are there all the time.
+From its forward to its backward a unit holds something: all of its saved tensors, or its inputs alone, or next to
+nothing if these wait on the host. While it computes, in forward and in backward, it takes more. Meanwhile the units
+before it hold theirs, and those after it hold nothing yet, or nothing any more. The tensors of the unit right before it
+may still be leaving for the host, or be coming back already. So each unit needs three amounts: the bytes that the units
+before it hold, the bytes of the last of them that are under way, and its own bytes as it computes. The peak is the
+largest of these sums. At the turn from forward to backward it may be higher: all units hold their tensors, and a loss
+takes more. Gradients of units that visit stay from their backward until they are updated, in the next forward: while a
+unit computes, its own and those of units after it are there. So do gradients that wait on the device because the host
+has no room; sums of several micro-batches are there all the time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def device_bytes(workload: Workload, choice: Choice) -> int:
 
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
-    """Return the device memory for weights, for all else of units that live there, and for the pieces of visits."""
+    """Return the device memory for weights, for all else of units that stay there, and for the pieces of visits."""
     everything, living = workload.everything, set(choice.living)
     streamed = [unit.weight_bytes for number, unit in enumerate(everything) if number not in living]
     resident = 0 if len(workload.units) in living else streamed.pop()
@@ -50,7 +51,7 @@ def weight_bytes(workload: Workload, choice: Choice) -> int:
 
 
 def bytes_that_stay(living: Sequence[UnitWork]) -> int:
-    """Return the device memory for units that live there, and for a piece of one of them while it is updated."""
+    """Return the device memory for units that stay there, and for a piece of one of them while it is updated."""
     return sum(unit.bytes_on_device for unit in living) + max((unit.piece_bytes for unit in living), default=0)
 
 
@@ -60,10 +61,10 @@ def gradient_bytes(workload: Workload, choice: Choice) -> int:
 
 
 def landing_bytes(workload: Workload, choice: Choice) -> int:
-    """Return the host memory for gradients: for few where they are stepped or added as they come, else for all."""
+    """Return the host memory for gradients: for few if they are used or added as they come, else for all."""
     gradients = sorted(workload.gradients_to_host(choice), reverse=True)
     pass_through = workload.stepping == "in backward" or workload.adds_up
-    if choice.waiting:  # all others pass through the same buffers, if they do
+    if choice.waiting:  # if the other gradients pass through buffers, they share these
         elsewhere = set(range(len(workload.everything))).difference(choice.living)
         few = sum(three_buffers(map(workload.bytes_that_wait, elsewhere)))
         return few + (0 if pass_through else sum(gradients))
@@ -121,7 +122,7 @@ def _with_most_waiting(workload: Workload, choice: Choice, device_room: float) -
 
 
 def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice:
-    """Return the choice with as few gradients waiting on the device as the host has no room for."""
+    """Return the choice in which only gradients that the host has no room for wait on the device."""
     if host_bytes(workload, choice) <= host_room:
         return choice
     able = _able_to_wait(workload, choice)
@@ -130,7 +131,7 @@ def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice
 
 
 def _able_to_wait(workload: Workload, choice: Choice) -> tuple[int, ...]:
-    """Return the units whose gradients may wait; first those that wait shortest."""
+    """Return the units whose gradients may wait; those that wait for the shortest time come first."""
     passing = workload.micro_steps == 1 and workload.stepping != "after backward"
     if passing or not workload.may_wait or not workload.trains:
         return ()
@@ -140,14 +141,14 @@ def _able_to_wait(workload: Workload, choice: Choice) -> tuple[int, ...]:
 
 
 def _waiting_to(choice: Choice, able: tuple[int, ...], last: int) -> Choice:
-    """Return the choice with the gradients of the first units waiting, up to one of those that are able to."""
+    """Return the choice in which gradients of the `able` units wait, from the first up to the `last`."""
     return replace(choice, waiting=able[: able.index(last) + 1])
 
 
 def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:
-    """Return the most bytes that are on the device at once, if so many are taken at the turn; see [Note: the peak].
+    """Return the most bytes that are on the device at once, with `turn` bytes at the turn; see [Note: the peak].
 
-    Of each unit's gradients so many bytes stay.
+    `staying` has the bytes of each unit's gradients that stay.
     """
     held = most = under_way = 0
     gradients = sum(staying)
@@ -161,7 +162,7 @@ def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int
 
 
 def activation_bytes(workload: Workload, choice: Choice) -> int:
-    """Return the peak device memory for saved tensors, gradients that stay, and what units and the turn take."""
+    """Return the peak device memory for saved tensors, gradients that stay, the computing of units, and the turn."""
     if not workload.trains:
         return workload.outside_bytes
     always = workload.outside_bytes
@@ -181,7 +182,7 @@ def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
 
 
 def bytes_of_pieces(nbytes: int, numbers: int) -> int:
-    """Return the device memory for the pieces of a visit of so many bytes that steps so many numbers, and its steps."""
+    """Return the device memory for the pieces of a visit of `nbytes`, and for its steps, which update `numbers`."""
     of_pieces = PIECES_AT_ONCE * min(PIECE, numbers) * nbytes // max(1, numbers)
     return of_pieces + bytes_of_step(numbers)
 
@@ -214,10 +215,10 @@ def bytes_of_piece(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Para
 def ways_of(
     calls: Sequence[Footprint], second_forward: float, policies: Sequence[Policy], inputs_stay: bool = False
 ) -> tuple[Way, ...]:
-    """Return the ways of a unit's activations, by preference: one policy for all members, as far as they can follow.
+    """Return the ways of a unit's activations, by preference: one policy for all members that can follow it.
 
-    Its second forward takes so many seconds. If `inputs_stay`, those of the first member are the batch, which whoever
-    runs the step holds.
+    `second_forward` is the time of its second forward, in seconds. With `inputs_stay`, the inputs of the first member
+    are the batch, which the caller of the step holds.
     """
     ways: dict[tuple[int, int], Way] = {}
     for policy in policies:

@@ -1,7 +1,7 @@
-"""The planner that a pipeline asks between steps: starts small, measures, and chooses; anew if the situation changes.
+"""The planner that a pipeline asks between steps: it starts small, measures and chooses, again if things change.
 
     step 1      the smallest window; memory, kernels and optimizer state are created
-    steps 2, 3  recorded: what each unit computes and moves, how fast copies and the optimizer are
+    steps 2, 3  recorded: the work and the copies of each unit, the speed of copies and of the optimizer
     step 4 on   the window that was chosen
 
 With gradient accumulation it waits for a first step of the optimizer, and records until it has seen another one.
@@ -27,32 +27,32 @@ from sp_lightning.planning.memory import bytes_that_stay, host_bytes
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Choice, Machine, UnitWork, Workload
 
-_HOST_ROOM = 2  # of the host memory that is free, activations may wait in one part of so many
+_HOST_ROOM = 2  # activations may wait in one of this number of equal parts of free host memory
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
 
 
 @dataclass
 class _Planned:
-    """A plan, and the steps that it was made by."""
+    """A plan, and the steps that it was made from."""
 
     plan: WindowPlan
-    size: int  # bytes of the inputs that it is for
+    size: int  # bytes of the inputs that it was made for
     measured: FirstSteps
     measured_size: int  # bytes of their inputs
 
 
 class AutoPlanner(Planner):
-    """Measures the first steps, then chooses what the user has left open (see `choose`)."""
+    """Measures the first steps, and then makes the choices that the user has left open (see `choose`)."""
 
     def __init__(self, tell: Callable[[WindowPlan], None] | None = None) -> None:
-        self._tell = tell  # of each new plan
-        # by what they are made for: the bytes of all units, and whether there is a backward
+        self._tell = tell  # a function that gets each new plan
+        # plans by the situation that they are for: the bytes of all units, and whether there is a backward
         self._plans: dict[tuple[tuple[UnitWork, ...], bool], _Planned] = {}
         self._layout: object = None
         self._units: tuple[UnitWork, ...] = ()
         self._trains = False
         self._measuring: FirstSteps | None = None
-        self._machine = Machine(math.inf, math.inf, math.inf)  # as far as it is known
+        self._machine = Machine(math.inf, math.inf, math.inf)  # infinite rates are not known yet
 
     @override
     def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
@@ -76,7 +76,7 @@ class AutoPlanner(Planner):
         if validates:
             return None if planned is None else planned.plan
         auto = engine.activations.auto
-        # of inputs, or of activations where inputs are not measured
+        # the size of inputs, or of activations where inputs are not measured
         size = engine.meter.step_peak if auto is None else auto.input_bytes
         if planned is None or size > _MUCH_LARGER * planned.measured_size:
             measured = self._measure(engine)
@@ -84,7 +84,7 @@ class AutoPlanner(Planner):
                 planned = _Planned(self._plan(engine, measured), size, measured, size)
                 self._plans[situation] = planned
         if planned is not None and auto is not None and size > planned.size:
-            # in the times that were measured
+            # this uses the times that were measured
             planned.plan, planned.size = self._plan(engine, planned.measured), size
         return None if planned is None else planned.plan
 
@@ -92,7 +92,7 @@ class AutoPlanner(Planner):
     def abandon(self) -> None:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
-            with suppress(Exception):  # nobody looks at it, and what has failed raises where it is waited for
+            with suppress(Exception):  # the recording is dropped, and work that has failed raises where it is awaited
                 measuring.stop()
 
     def _measure(self, engine: Engine) -> FirstSteps | None:
@@ -106,7 +106,7 @@ class AutoPlanner(Planner):
         return measured
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
-        """Choose by the measurements; if nothing fits, what takes least."""
+        """Choose by the measurements; if nothing fits, choose the plan that takes least."""
         options, budget = engine.options, engine.device_budget.nbytes
         if options.optimizer_on == "auto":
             _compile_updates(engine)
@@ -151,7 +151,7 @@ class AutoPlanner(Planner):
 
 
 def _compile_updates(engine: Engine) -> None:
-    """Compile what updates units on the device, between steps, and learn whether that can be done."""
+    """Compile the kernels that update units on the device, between steps, and learn whether that is possible."""
     with torch.inference_mode(False), torch.no_grad():
         for optimizer in engine.optimizers.states.optimizers:
             if isinstance(optimizer, AdamW):
@@ -159,7 +159,7 @@ def _compile_updates(engine: Engine) -> None:
 
 
 def _as_measured(engine: Engine, workload: Workload) -> Choice:
-    """Return how the first steps were made, as far as it matters to host memory."""
+    """Return the choice of the first steps, in all that matters to host memory."""
     waited = engine.waiting.waited
     waiting = [number for number, unit in enumerate(workload.everything) if unit.name in waited]
     return Choice(1, living=workload.staying or (), waiting=tuple(waiting))

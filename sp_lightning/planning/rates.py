@@ -1,8 +1,8 @@
-"""How fast a machine is where recorded steps do not show it: for the planner, and for `plan --measure`.
+"""The speeds of a machine that recorded steps do not show: for the planner, and for `plan --measure`.
 
-Copies up, copies down, both at once; the host's steps alone and beside them. All of it is work in
-the lanes of a backend, over memory of its own. Blocks on the host are far larger than caches: what lies in one needs no
-memory, so nobody would see that memory is shared.
+They are those of copies up, copies down, both at once, and the host's steps alone and during copies. All of it is work
+in the lanes of a backend, over memory of its own. Blocks on the host are far larger than caches: values in a cache need
+no memory, and so would not show that copies and steps share memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.work import Machine
 
 _BLOCK = 1 << 28  # bytes of a copy
-_SECONDS = 0.01  # that a copy may take between two steps
-_PARTS = 8  # of a block, which come one after the other to the same place on the device
+_SECONDS = 0.01  # time that a copy may take between two steps
+_PARTS = 8  # parts of a block, which come one after the other to the same place on the device
 _TIMES = 3
 _STEPPED = 2**26  # parameters of a step that is measured
 _OF_STEP = 26  # bytes for each of them that it reads and writes
 _COPIES = (Kind.STATE_UP, Kind.STATE_DOWN)
-_HARDLY_SLOWER = 0.95  # of a rate
+_HARDLY_SLOWER = 0.95  # factor of a rate that counts as no difference
 
 
 def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
     """Return the machine with the rates that copies and the host's memory show when these share it.
 
-    Host memory is page-locked if what is sent is. A rate of the machine that is 0 is not known yet.
+    Host memory is pinned if the memory that the engine sends is. A rate of the machine that is 0 is not known yet.
     """
     aligned = 256 * _PARTS
     size = max(aligned, int(min(_BLOCK, _SECONDS * (machine.to_device or math.inf))) // aligned * aligned)
@@ -68,7 +68,7 @@ def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
 def _work(
     backend: Backend, source: Tensor, target: Tensor, weight: Tensor, gradient: Tensor
 ) -> dict[Kind, partial[Job]]:
-    """Return work of all kinds that share memory: copies of these, and a step on the host."""
+    """Return work of all kinds that share memory: copies of these tensors, and a step on the host."""
     size = source.nbytes
     arriving, leaving = backend.allocate(2 * size // _PARTS).zero_().view(2, -1).unbind()
 
@@ -112,7 +112,7 @@ def _rates(backend: Backend, work: dict[Kind, partial[Job]], *kinds: Kind) -> di
 
 
 def measure() -> dict[str, float]:
-    """Measure the device and its host, or the host alone: what `plan` is to assume of them, in GB/s."""
+    """Measure the device and its host, or the host alone; return the rates that `plan` is to assume, in GB/s."""
     machine = measured_machine()
     assumed = {
         "host_bandwidth": machine.host,
@@ -133,7 +133,7 @@ def measured_machine() -> Machine:
 
 
 def _step_of_adamw() -> partial[Job]:
-    """Return a step of AdamW on the host, over bf16 weights with all bits of fp32 beside them."""
+    """Return a step of AdamW on the host, over bf16 weights with the other bits of fp32 next to them."""
     weight = nn.Parameter(torch.ones(_STEPPED, dtype=torch.bfloat16))
     weight.grad = torch.full_like(weight, 0.01)
     optimizer = AdamW([weight])

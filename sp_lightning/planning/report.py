@@ -1,4 +1,4 @@
-"""`sp_lightning.plan(module)`: whether a model can be trained on a machine, how fast, and what to type for that."""
+"""`sp_lightning.plan(module)`: whether a model can be trained on a machine, how fast, and with which arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+# from how many seconds on, how many one has, and its name
+_LONG_TIMES = ((172_800, 86_400, "days"), (5_400, 3_600, "hours"), (90, 60, "minutes"), (0, 1, "seconds"))
 _HEAD = f"{'':<34}{'GPU memory':>11}{'RAM':>11}{'step':>11}  bottleneck"
 _PLACES = {"device": "GPU memory", "host": "RAM"}
 _WIDTH = 110
-_RANK = 16  # of the adapters that are planned where all weights do not fit
+_RANK = 16  # rank of the adapters that are planned if training all weights does not fit
 _GIB = 2**30
 _NANOSECOND = 1e-9
 _BOTTLENECKS = {
@@ -51,12 +53,12 @@ class Row:
     """One way to train, and the fastest step with it."""
 
     given: Assumptions
-    # with the host memory of the step that takes most; None if nothing fits
+    # the fastest step, with the host memory of the step that takes most; None if nothing fits
     step: Prediction | None
     # the same for a device that reaches its best speed; None if that is not known
     at_best: Prediction | None = None
     error: TooLittleMemory | None = None  # why nothing fits
-    units: int = 0  # of the model
+    units: int = 0  # number of units of the model
     has_logits: bool = False  # whether it makes logits, over a vocabulary
 
     def __str__(self) -> str:
@@ -70,7 +72,7 @@ class Row:
         )
 
     def missing(self, reason: str = "") -> str:
-        """Return what memory is missing, with a reason for what is needed; nothing if a step fits."""
+        """Return the missing memory as a sentence, with a reason for the need; nothing if a step fits."""
         error = self.error
         if error is None:
             return ""
@@ -80,7 +82,7 @@ class Row:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that are needed of the memory that is too small, with what stays free of it; 0 if a step fits.
+        """Bytes that are needed of the memory that is too small, with its part that stays free; 0 if a step fits.
 
         In whole GiB, if it is at least one.
         """
@@ -107,7 +109,7 @@ class Row:
 
     @property
     def memory(self) -> str:
-        """What a step needs of GPU memory and CPU memory."""
+        """The GPU memory and CPU memory that a step needs."""
         given, step = self.given, self.step
         assert step is not None
         return (
@@ -117,26 +119,29 @@ class Row:
 
     @property
     def living(self) -> int:
-        """How many units stay on the device; what is resident is none."""
+        """The number of units that stay on the device, without the resident one."""
         return 0 if self.step is None else sum(number < self.units for number in self.step.choice.living)
 
     def choice(self) -> str:
-        """Return what the planner has chosen."""
+        """Return the planner's choice as a phrase."""
         step = self.step
         assert step is not None
         policies = Counter(way.policy for way in step.choice.ways)
         ways = ", ".join(f"{count} {policy}" for policy, count in policies.items())
-        visiting = len(step.choice.visiting)
-        streams = f"{self.units - self.living} stream through k={step.choice.k} places"
+        staying, streamed, visiting = self.living, self.units - self.living, len(step.choice.visiting)
+        places = []
+        if staying:
+            places.append(f"{staying} stay on the GPU with their optimizer state")
+        if streamed:
+            places.append(f"{streamed} stream through k={step.choice.k} places")
         if visiting:
-            streams += f", and {visiting} of these are updated on the GPU while their state passes through"
-        return (
-            f"Of {self.units} units, {self.living} stay on the GPU with their optimizer state, {streams}. The CPU "
-            f"updates the others. Activations: {ways}."
-        )
+            places.append(f"the GPU updates {visiting} of these while their state passes through")
+        if visiting < streamed:
+            places.append(f"the CPU updates {'the other ' if visiting else ''}{streamed - visiting}")
+        return f"Of {self.units} units, {', '.join(places)}. Activations: {ways}."
 
     def code(self) -> str:
-        """Return what to type in Python: only arguments that are not the default."""
+        """Return the code in Python, with only those arguments that are not the default."""
         given = self.given
         of_strategy = _typed(given, _OF_STRATEGY)
         strategy = f"SuperpipelineStrategy({', '.join(of_strategy)})" if of_strategy else "'superpipeline'"
@@ -156,8 +161,8 @@ class Report:
 
     title: str  # the model's name, and the machine's
     sizes: str
-    rows: Sequence[Row]  # as it is asked for, then with more compact moments
-    # if nothing fits, changes with which it does: each has been planned
+    rows: Sequence[Row]  # the requested row, then those with more compact moments
+    # if nothing fits, changes with which training fits: each has been planned
     remedies: Sequence[tuple[str, Row]] = ()
 
     @property
@@ -174,7 +179,7 @@ class Report:
         return "\n\n".join(parts)
 
     def answer(self) -> str:
-        """Return the answer in one sentence, then how fast it is, or what would help."""
+        """Return the answer in one sentence, then the speed, or the remedies."""
         best, step = self.best, self.best.step
         if step is None:
             assert best.error is not None
@@ -187,12 +192,12 @@ class Report:
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
         slow, fast = best.tokens_per_second
-        hours = number_range(*(1e6 / speed / 3600 for speed in (fast, slow)))
         return (
-            f"{self.title} fits with {given.optimizer_words} in {given.precision}, in every step: {best.memory}.\n"
-            f"It trains {best.speed} tokens/s, a million in {hours} hours; a step of {given.tokens_in_step:,} tokens "
-            f"takes {readable_seconds(step.seconds)}{' at most' if best.at_best else ''}, limited by "
-            f"{_BOTTLENECKS[step.bottleneck]}."
+            f"{self.title} fits with {given.optimizer_words} in {given.precision}, including the first steps: "
+            f"{best.memory}.\n"
+            f"Estimated speed: {best.speed} tokens/s ({readable_hours(1e6 / fast, 1e6 / slow)} per million); a step of "
+            f"{given.tokens_in_step:,} tokens takes {readable_seconds(step.seconds)}"
+            f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}."
         )
 
 
@@ -251,7 +256,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
 
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
-    """Yield a change of what was asked for with which it fits, if there is one, and a machine on which it fits."""
+    """Yield a change of the request with which it fits, if there is one, and a machine on which it fits."""
     for change, given in _changes(first, last):
         row = plan_row(module, given)
         if row.step is not None:
@@ -298,7 +303,7 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
 
 
 def _typed(given: Assumptions, usual: Mapping[str, tuple[str, object]]) -> list[str]:
-    """Return the arguments that are not as usual, as they are typed."""
+    """Return the arguments with unusual values, as they are typed."""
     values = {argument: getattr(given, field) for argument, (field, _) in usual.items()}
     return [f"{name}={value!r}" for name, value in values.items() if value != usual[name][1]]
 
@@ -307,6 +312,13 @@ def number_range(low: float, high: float) -> str:
     """Format two numbers, or one where they look alike: whole ones with commas, small ones with two digits."""
     texts = [f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in (low, high)]
     return " to ".join(dict.fromkeys(texts))
+
+
+def readable_hours(low: float, high: float) -> str:
+    """Format a range of seconds in the unit in which one thinks of them."""
+    size, unit = next((size, unit) for least, size, unit in _LONG_TIMES if high >= least)
+    texts = [f"{value / size:.{0 if high >= 10 * size else 1}f}" for value in (low, high)]
+    return f"{' to '.join(dict.fromkeys(texts))} {unit}"
 
 
 def readable_seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The work of a step, a machine that does it, what can be chosen, and what is predicted of that."""
+"""The work of a step, the machine that does it, the choices, and the prediction that follows from them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 
 Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
-"""When units are stepped: as soon as their gradients have landed, to be sent again at once or from the next forward on,
-or when all gradients have landed (clipping, a loss scaler)."""
+"""The time at which units are updated: as soon as their gradients have landed, to be sent again at once or from the
+next forward on, or when all gradients have landed (clipping, a loss scaler)."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class UnitWork:
     weight_bytes: int  # sent to the device
     gradient_bytes: int = 0  # sent back; 0 for a frozen unit
     step_bytes: int = 0  # of host memory that its optimizer step reads and writes
-    # on the device, with what is computed between it and the next unit
+    # on the device, with the computing between it and the next unit
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0  # on the device, without recomputing
     # for its activations, by preference
     ways: tuple[Way, ...] = (Way("keep", held=0, working=0),)
-    # with gradients and optimizer state, if it lives there; 0 if it may not
+    # device memory with gradients and optimizer state, if it stays there; 0 if it may not
     bytes_on_device: int = 0
     update_traffic: int = 0  # bytes of the device's memory that its update reads and writes, if it lives there
-    piece_bytes: int = 0  # of the device, while one piece after the other of it is updated where it lives
+    piece_bytes: int = 0  # of the device, while it is updated there piece by piece, if it stays there
     # state, masters and new weights that a visit sends up and down; 0 if it may not visit
     visit_up: int = 0
     visit_down: int = 0
@@ -54,13 +54,13 @@ class UnitWork:
     # kernels of a visit, and bytes of the device's memory that they read and write
     visit_kernels: int = 0
     visit_traffic: int = 0
-    # for weights, the copies that are sent, and optimizer state; and the latter alone
+    # host memory for weights, the copies that are sent, and optimizer state; and for the latter alone
     host_bytes: int = 0
     state_bytes: int = 0
-    # for sums of gradients, of micro-batches or of several devices, unless they wait on the device
+    # host memory for sums of gradients, of micro-batches or of several devices, unless they wait on the device
     sum_bytes: int = 0
     master_bytes: int = 0  # of the weights that are trained
-    # sent to the device after a step, if weights that are not stepped still lie there
+    # bytes sent to the device after a step, if weights that are not updated are still there
     bytes_after_step: int = 0
 
 
@@ -69,7 +69,7 @@ class Workload:
     """The work of a step of a model, by its units in the order of the forward."""
 
     units: tuple[UnitWork, ...]
-    # what is never streamed, as if it were one unit; it computes nothing
+    # the weights that are never streamed, as if they were one unit; it computes nothing
     resident: UnitWork = UnitWork("resident", 0)
     trains: bool = True  # whether there is a backward
     stepping: Stepping | None = "in backward"  # None in inference, or with everything frozen
@@ -77,9 +77,9 @@ class Workload:
     micro_steps: int = 1
     add_seconds: float = 0.0  # on the host, for adding up gradients, in each of these but the first
     rest_seconds: float = 0.0  # between the end of a step and the beginning of the next one
-    # taken after the last unit, by a head or a loss, and freed when its backward begins
+    # bytes taken after the last unit, by a head or a loss, and freed when its backward begins
     turn_bytes: int = 0
-    # saved outside of units elsewhere; or all that was taken, if nothing of it is chosen
+    # bytes saved outside of units elsewhere; or all bytes that were taken, if activations are not chosen
     outside_bytes: int = 0
     # whether several devices add their gradients up on the host, as they come
     adds_up: bool = False
@@ -88,17 +88,17 @@ class Workload:
     may_wait: bool = False
     # whether units may stay on the device from the first step on, where the host has no room for their state
     may_stay: bool = False
-    # the units that do so, and go on to; None if the first steps are yet to be planned
+    # the units that stay on the device from the first step on; None if the first steps are yet to be planned
     staying: tuple[int, ...] | None = None
 
     @cached_property
     def everything(self) -> tuple[UnitWork, ...]:
-        """The units, and what is resident."""
+        """The units, and the resident one."""
         return (*self.units, self.resident)
 
     @cached_property
     def able_to_live(self) -> tuple[int, ...]:
-        """The units that may live on the device, in the order in which they come there: what is resident first."""
+        """The units that may stay on the device, in the order in which they come there: the resident one first."""
         in_order = (len(self.units), *range(len(self.units)))
         return tuple(number for number in in_order if self.everything[number].bytes_on_device)
 
@@ -108,11 +108,11 @@ class Workload:
         return self.micro_steps == 1
 
     def ways(self, choice: Choice) -> Sequence[Way]:
-        """Return what becomes of each unit's activations."""
+        """Return the way of each unit's activations."""
         return choice.ways or [unit.ways[0] for unit in self.units]
 
     def gradients_to_host(self, choice: Choice) -> list[int]:
-        """Return the bytes of each unit's gradients that backward sends; those of what is resident are last."""
+        """Return the bytes of each unit's gradients that backward sends; the resident unit is last."""
         staying = {*choice.living, *choice.waiting, *(choice.visiting if self.gradients_stay else ())}
         units = enumerate(self.everything)
         return [0 if number in staying else unit.gradient_bytes for number, unit in units]
@@ -139,8 +139,8 @@ class Machine:
     to_host: float
     host: float  # of optimizer steps, for the host memory that they read and write
     both: float = math.inf  # of copies up and down together
-    host_memory: float = math.inf  # which copies and the host's steps share
-    # of the device's memory, for what steps there read and write, and the seconds of each of their kernels beside that
+    host_memory: float = math.inf  # of host memory, which copies and the host's steps share
+    # of the device's memory, for the bytes of steps there, and the additional seconds of each of their kernels
     device_memory: float = math.inf
     kernel_seconds: float = 0.0
     updates: float = 0.0  # the same of updates of units that stream, with all waits; 0 until it was recorded
@@ -148,8 +148,8 @@ class Machine:
     def visit(self, unit: UnitWork, up: int) -> float:
         """Return the seconds of a unit's visit that sends `up` bytes to the device.
 
-        Pieces take turns, so lanes work side by side, as far as there are buffers: each is taken until its piece has
-        come down.
+        Pieces take turns, so lanes work side by side, limited by the number of buffers: each buffer is taken until its
+        piece has come down.
         """
         down = unit.visit_down
         arriving, leaving = up / self.to_device, down / self.to_host
@@ -165,13 +165,13 @@ class Choice:
     """Everything that the planner chooses; units are known by their numbers."""
 
     k: int  # places for units that stream
-    # units that live on the device with their gradients and optimizer state; see `Workload.everything`
+    # units that stay on the device with their gradients and optimizer state; see `Workload.everything`
     living: tuple[int, ...] = ()
-    # units that are stepped on the device, where their state comes for that
+    # units that are updated on the device, and whose state is copied there for that
     visiting: tuple[int, ...] = ()
-    # what becomes of each unit's activations; if empty, the first of each unit's ways
+    # the way of each unit's activations; if empty, the first of each unit's ways
     ways: tuple[Way, ...] = ()
-    # units whose gradients wait on the device until they are stepped
+    # units whose gradients wait on the device until these units are updated
     waiting: tuple[int, ...] = ()
     # whether units visit only as the next forward loads them, though their gradients are final in backward
     defers_visits: bool = False
@@ -191,5 +191,5 @@ class Prediction:
 
     @property
     def bottleneck(self) -> Lane:
-        """The lane that is busy longest."""
+        """The lane that is busy for the longest time."""
         return max(self.lanes, key=lambda lane: self.lanes[lane])

@@ -1,4 +1,4 @@
-"""Recorded steps as numbers, as a trace and as a page: when units computed, were copied and stepped, and what waited.
+"""Recorded steps as numbers, as a trace and as a page: the times of computing, copies, updates and waiting.
 
 It depends on recordings only, not on how they are made.
 """
@@ -18,7 +18,7 @@ __all__ = ["Breakdown", "break_down", "check_timeline_path", "write_timeline"]
 
 # the share of the time from which on computing itself is the bottleneck
 _COMPUTES_ALL_THE_TIME = 0.9
-# what is busy where a lane is the bottleneck
+# the busy resource where a lane is the bottleneck
 _BOTTLENECKS = {
     Lane.TO_DEVICE: "copying from CPU memory to the GPU",
     Lane.TO_HOST: "copying from the GPU to CPU memory",
@@ -29,7 +29,7 @@ _BOTTLENECKS = {
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of the recorded steps went. Times are in seconds, for all steps together."""
+    """The use of the time of the recorded steps. Times are in seconds, for all steps together."""
 
     begin: float  # of the first step
     end: float  # of the last step
@@ -49,7 +49,7 @@ class Breakdown:
 
     @property
     def elsewhere(self) -> float:
-        """How long no unit computed or waited for a copy: the loss, the loop, data."""
+        """The time in which no unit computed or waited for a copy: the loss, the loop, data."""
         return max(0.0, self.seconds - self.busy[Lane.COMPUTE] - self.stalled)
 
     def share(self, seconds: float) -> float:
@@ -85,7 +85,7 @@ class Breakdown:
         return f"{device} The bottleneck is {_BOTTLENECKS[lane]}, busy {busy} of the time."
 
     def metrics(self) -> dict[str, float]:
-        """Return what the callback logs of recorded steps, for one step (docs/timeline.md)."""
+        """Return the metrics of recorded steps that the callback logs, for one step (docs/timeline.md)."""
         waits = {
             f"stall_seconds_{cause}": self.stalls.get(cause, 0.0) / self.steps
             for cause in ("weights", "optimizer", "gradients", "activations")
@@ -106,7 +106,7 @@ class Breakdown:
 def break_down(recording: Recording) -> Breakdown:
     """Add up the times of a finished recording's steps; there must be one. Work outside of them does not count.
 
-    While computing waits, it does not compute, although a forward or backward has begun: what both cover, less the
+    While computing waits, it does not compute, although a forward or backward has begun. The time of both, less the
     stalls, is computing.
     """
     if not recording.steps:
@@ -132,7 +132,7 @@ def break_down(recording: Recording) -> Breakdown:
 
 
 def _covered(spans: list[Span], begin: float, end: float) -> float:
-    """Return how long there was any of these, which are sorted as they were recorded, between two moments."""
+    """Return how long any of these spans, sorted as they were recorded, was under way between two moments."""
     seconds = 0.0
     reached = begin
     for span in spans:

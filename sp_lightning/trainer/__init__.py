@@ -1,9 +1,9 @@
-"""What the strategy does for a Trainer, in parts: its steps, processes, precision, checkpoints, and what it refuses.
+"""The strategy's work for a Trainer, in parts: its steps, processes, precision, checkpoints, and its refusals.
 
-Here is everything that they use from Lightning, once per namespace. `lightning.pytorch` and `pytorch_lightning` ship
-the same code twice: registries, base classes and exceptions of one are unknown to the other. The shared implementation
-therefore gets what it needs from a `Namespace`. Private names of Lightning are gathered here, each with the reason why
-it is needed, so that a change in Lightning is followed up in one place.
+This file has everything that they use from Lightning, once per namespace. `lightning.pytorch` and `pytorch_lightning`
+ship the same code twice: registries, base classes and exceptions of one are unknown to the other. The shared
+implementation therefore gets the names that it needs from a `Namespace`. It also gathers private names of Lightning,
+each with the reason why it is needed, so that a change in Lightning is followed up in one place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FabricNamespace:
 
     Args:
         name: The namespace.
-        below: The one that it is built on, which has its utilities; None if that is itself.
+        below: The namespace that it is built on, which has its utilities; None if it has its own.
     """
 
     # Private. Wrappers such as `AsyncCheckpointIO` ask the strategy for the plugin to wrap; Fabric has none.
@@ -44,7 +44,7 @@ class FabricNamespace:
         self.init_process_group = resolve_name(f"{utilities}.distributed:_init_dist_connection")
         # Private. The reduction behind `self.log(sync_dist=True)` and `fabric.all_reduce`.
         self.reduce = resolve_name(f"{utilities}.distributed:_sync_ddp_if_available")
-        # Private. What both `ParallelStrategy`s gather with.
+        # Private. The function with which both `ParallelStrategy`s gather.
         self.all_gather = resolve_name(f"{utilities}.distributed:_all_gather_ddp_if_available")
         # Private. Starts the user's script once more for each further device; the Trainer's knows the Trainer.
         self.script_launcher = resolve_name(f"{name}.strategies.launchers:_SubprocessScriptLauncher")
@@ -95,7 +95,7 @@ def logged_step(trainer: Any) -> int:
 
 
 class StrategyPart(ParallelStrategy):
-    """What the parts of the strategy have in common; each namespace puts its own `ParallelStrategy` below them."""
+    """The common base of the strategy's parts; each namespace puts its own `ParallelStrategy` below them."""
 
     lightning: ClassVar[Namespace]
     options: PipelineOptions

@@ -1,10 +1,10 @@
 """Checkpoints without a second copy of the model in host memory.
 
 Lightning's default serializes into memory before it writes, and reads through a file object: save and load each take
-the checkpoint's size once more. Here the checkpoint is serialized straight into a temporary file beside the target, and
-memory-mapped on load. What users get is in memory of their own, as whoever writes the file again changes what is
-mapped; only what a strategy copies into weights and optimizers stays in the file until then. The content is what
-Lightning writes: same keys, dtypes and values, loadable without this package.
+the checkpoint's size once more. Here the checkpoint is serialized straight into a temporary file next to the target,
+and memory-mapped on load. Users get tensors in memory of their own, because a program that writes the file again
+changes mapped memory. Only tensors that a strategy copies into weights and optimizers stay in the file until then. The
+content is that of Lightning's files: same keys, dtypes and values, loadable without this package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         progress: Shows how much is written; by default in the log.
 
     Attributes:
-        streamed: What of a checkpoint a strategy copies into weights and optimizers; here it is the Trainer's.
+        streamed: The keys whose tensors a strategy copies into weights and optimizers; these are the Trainer's.
     """
 
     streamed: Collection[str] = ("state_dict", "optimizer_states")
@@ -59,7 +59,12 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         self._progress = progress or Progress()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
         """Write to a local path, or an fsspec address, atomically: a reader sees the old file or the new one.
 
         Raises:
@@ -71,7 +76,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.glob(f".{glob.escape(target.name)}.[0-9]*.tmp"):
-            # by a process that was killed while it saved; only Linux tells
+            # a process that was killed while it saved has left the file; only Linux tells
             if sys.platform == "linux" and not Path("/proc", left.suffixes[-2][1:]).exists():
                 left.unlink(missing_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -87,7 +92,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the checkpoint at `path`. Of a local file, what is `streamed` is read when it is used.
+        """Load the checkpoint at `path`. The `streamed` part of a local file is read when it is used.
 
         Without `weights_only`, the default is that of the installed Lightning.
 
@@ -113,7 +118,7 @@ _written_from_device: ContextVar[Collection[int]] = ContextVar("_written_from_de
 
 
 def _tag_as_on_host(storage: Any) -> str | None:
-    """Have the file say "cpu" of weights and state that torch writes from a device, a tensor after the other."""
+    """Have the file say "cpu" for weights and state that torch writes from a device, one tensor after the other."""
     addresses = _written_from_device.get()
     return "cpu" if addresses and storage.data_ptr() in addresses else None
 
@@ -146,7 +151,7 @@ def nbytes_of(checkpoint: Any) -> int:
 
 
 class WritesCheckpoints:
-    """The part of a strategy that has its checkpoint plugin, the Trainer's and Fabric's."""
+    """The part of a strategy, the Trainer's or Fabric's, that has its checkpoint plugin."""
 
     lightning: ClassVar[FabricNamespace]
     streaming_checkpoint_io: ClassVar[type[StreamingCheckpointIO]]
@@ -155,7 +160,7 @@ class WritesCheckpoints:
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads checkpoints: the user's own, or else ours."""
+        """The plugin that writes and reads checkpoints: the user's own, or else ours."""
         if self._checkpoint_io is None:
             self._checkpoint_io = self.streaming_checkpoint_io(self.progress)
         elif isinstance(self._checkpoint_io, self.lightning.wrapping_checkpoint_io):
@@ -201,9 +206,9 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
 
 
 def optimizer_state_on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return an optimizer's state for a checkpoint, which must not depend on what currently lives on the device.
+    """Return an optimizer's state for a checkpoint, which must not depend on the current place of the state.
 
-    What the host has no room for stays there, and is written from there.
+    If the host has no room for state on the device, it stays there, and is written from there.
     """
     if not _has_room_for_copy(state):
         return state
@@ -211,10 +216,10 @@ def optimizer_state_on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Move what is on the device to the host: buffers, and weights that live there; in place, as it has metadata.
+    """Move tensors on the device to the host: buffers, and weights that stay there; in place, as `state` has metadata.
 
-    What the host has no room for stays there, and is written from there, but for tensors that consist of others: their
-    class writes on which device they are.
+    If the host has no room for them, they stay there, and are written from there. Tensors that consist of others move
+    in any case, because their class writes on which device they are.
     """
     has_room = _has_room_for_copy(state)
     for name, value in state.items():
@@ -224,7 +229,7 @@ def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_room_for_copy(state: Any) -> bool:
-    """Tell whether what is on the device takes at most half of the host memory that is free."""
+    """Tell whether the tensors on the device take at most half of the host memory that is free."""
     return has_room_for(2 * sum(tensor.nbytes for tensor in _tensors_on_device(state)))
 
 
@@ -234,7 +239,7 @@ def _tensors_on_device(state: Any) -> list[Tensor]:
 
 
 def own_all_but_weights(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Give what is no weight memory of its own, and return it: modules may keep it as it is, as metrics do."""
+    """Give all tensors but weights memory of their own, and return them: modules may keep them, as metrics do."""
     weights = dict(module.named_parameters(remove_duplicate=False))
     others = copy.deepcopy({name: value for name, value in state.items() if name not in weights})
     state.update(others)

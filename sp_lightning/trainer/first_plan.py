@@ -33,9 +33,9 @@ def keep_units_on_device(
     some_may_wait: bool,
     micro_steps: int,
 ) -> float | None:
-    """Keep as few units on the device as CPU memory requires; return what gradients may take of it then.
+    """Keep as few units on the device as CPU memory requires; return the CPU memory that gradients may take then.
 
-    Nothing is known about activations yet, so all other device memory is left to them. None if it does not fit.
+    Activations are not measured yet, so all other device memory is left to them. None if it does not fit.
     """
     device_room, free = pipeline.budget, available_host_memory()
     is_free = pipeline.options.optimizer_on == "auto"
@@ -65,7 +65,12 @@ def keep_units_on_device(
     return host_room - sum(work.host_bytes for number, work in enumerate(works) if number not in first.living)
 
 
-def _work_before_steps(unit: Unit, optimizers: Sequence[Optimizer], micro_steps: int, on_accelerator: bool) -> UnitWork:
+def _work_before_steps(
+    unit: Unit,
+    optimizers: Sequence[Optimizer],
+    micro_steps: int,
+    on_accelerator: bool,
+) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that its first step will make."""
     masters = [weight.master for weight in unit.every_weight]
     work = work_of(

@@ -1,8 +1,9 @@
-"""What has to lie in host memory: a model from the meta device, averages of weights, and the optimizer's state."""
+"""The data that host memory has to hold: a model from the meta device, averages of weights, the optimizer's state."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
@@ -21,11 +22,16 @@ from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT
 from sp_lightning.pipeline.torch_private import step_is_replaced
 from sp_lightning.trainer import FabricNamespace, Namespace
 
-# the part of all gradients that lies on the host at once, if each is stepped as it comes
+# the part of all gradients that is on the host at once, if each is used as it comes
 _PASSING = 0.2
 
 
-def materialize(module: nn.Module, follows: bool, lightning: FabricNamespace, progress: Progress) -> None:
+def materialize(
+    module: nn.Module,
+    follows: bool,
+    lightning: FabricNamespace,
+    progress: Progress,
+) -> None:
     """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
     Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
@@ -49,7 +55,7 @@ def materialize(module: nn.Module, follows: bool, lightning: FabricNamespace, pr
             )
         _fill(tensors, reset)
         for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
-            # which takes nothing before it is written to
+            # it takes no memory before it is written to
             parameter.data = torch.empty_like(parameter)
         work.advance(_nbytes(tensors))
 
@@ -87,7 +93,12 @@ def copy_pruned_originals(trainer: Any, lightning: Namespace) -> None:
         callback._copy_param = partial(_copy_values, type(callback)._copy_param)
 
 
-def _copy_values(copy_param: Callable[..., None], new: nn.Module, original: nn.Module, name: str) -> None:
+def _copy_values(
+    copy_param: Callable[..., None],
+    new: nn.Module,
+    original: nn.Module,
+    name: str,
+) -> None:
     memories = [(parameter, parameter.data) for parameter in new.parameters(recurse=False)]
     copy_param(new, deepcopy(original), name)
     for parameter, memory in memories:  # others may share it
@@ -97,7 +108,7 @@ def _copy_values(copy_param: Callable[..., None], new: nn.Module, original: nn.M
 def keep_averages_on_host(trainer: Any, follows: bool, lightning: Namespace) -> None:
     """Have callbacks that average weights keep their copy of the model, which `setup` makes, where its weights are.
 
-    Of processes that share weights, only the one that owns them averages: those that follow it do not.
+    If processes share weights, only the process that owns them averages; those that follow it do not.
     """
     for callback in [each for each in trainer.callbacks if isinstance(each, lightning.averaging)]:
         chosen = callback._device
@@ -120,9 +131,9 @@ def keep_averages_on_host(trainer: Any, follows: bool, lightning: Namespace) -> 
 
 
 class _OwnBuffers:
-    """The buffers of a process that follows, while it validates with those that the first one has averaged.
+    """The buffers of a process that follows, while it validates with the buffers that the first one has averaged.
 
-    It goes on with its own, as under DDP, where each process has swapped them with an average.
+    Afterwards it goes on with its own, as under DDP, where each process has swapped them with an average.
     """
 
     _kept: list[Tensor]
@@ -138,7 +149,7 @@ class _OwnBuffers:
 class OptimizerMemory:
     """The host memory that optimizers take for state that they have yet to make, and for gradients.
 
-    It is looked at before the first step makes any: if memory runs out, the system ends the process without an error.
+    It is checked before the first step makes any: if memory runs out, the system ends the process without an error.
 
     Args:
         optimizers: The optimizers, before their first step.
@@ -154,9 +165,9 @@ class OptimizerMemory:
         self._state = sum(map(state_bytes, optimizers))
 
     def room_for_gradients(self, some_may_wait: bool) -> float | None:
-        """Return what gradients may take beside the state: infinite if all of them fit, None if too few do.
+        """Return the memory that gradients may take besides the state: infinite if all fit, None if too few do.
 
-        `some_may_wait` on the device, where there is room.
+        With `some_may_wait`, gradients may wait on the device if there is room.
         """
         if self._free is None or self._gradients + self._state <= self._free:
             return math.inf
@@ -165,7 +176,7 @@ class OptimizerMemory:
         return None
 
     def refusal(self) -> str:
-        """Return what to say if they do not fit."""
+        """Return the message if they do not fit."""
         return (
             f"{self._names} would keep {readable_bytes(self._state)} of optimizer state in CPU memory, and "
             f"{readable_bytes(self._gradients)} of gradients, but only {readable_bytes(self._free or 0)} are free. Use "
@@ -174,8 +185,12 @@ class OptimizerMemory:
         )
 
 
-def check_optimizer_memory(optimizers: Sequence[Optimizer], some_may_wait: bool, lightning: FabricNamespace) -> float:
-    """Return what gradients may take of host memory, which wait for each other; infinite if all of them fit.
+def check_optimizer_memory(
+    optimizers: Sequence[Optimizer],
+    some_may_wait: bool,
+    lightning: FabricNamespace,
+) -> float:
+    """Return the host memory that gradients may take, which wait for each other; infinite if all of them fit.
 
     Raises:
         MisconfigurationException: Gradients and optimizer state do not fit.
@@ -190,8 +205,8 @@ def check_optimizer_memory(optimizers: Sequence[Optimizer], some_may_wait: bool,
 def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -> int:
     """Return the bytes of state that an optimizer has yet to make; 0 if that is not known.
 
-    It is that of all its weights, or of those `among` some. Torch's own classes show it by a step on the meta device,
-    whatever their options are.
+    It is the state of all its weights, or of those `among` some. Torch's own classes show it by a step on the meta
+    device, with any options.
     """
     if optimizer.state:
         return 0
@@ -204,7 +219,13 @@ def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -
         return sum(map(optimizer.state_bytes, groups))
     if type(optimizer) not in (*BY_ELEMENT, *BY_WEIGHT, ASGD) or step_is_replaced(optimizer):
         return 0  # the code of a user's own step may do anything, and would run once more than in plain training
-    return _nbytes(state_after_dry_step(type(optimizer), groups) or [])
+    nbytes = 0
+    for group in groups:  # weights of one kind have state of one size
+        kinds = Counter((weight.dtype, weight.shape, weight.stride()) for weight in group["params"])
+        for (dtype, shape, stride), count in kinds.items():
+            weight = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            nbytes += count * _nbytes(state_after_dry_step(type(optimizer), [{**group, "params": [weight]}]) or [])
+    return nbytes
 
 
 def state_on_device(optimizers: Sequence[Optimizer]) -> int:

@@ -1,6 +1,6 @@
-"""What is said of a run: its plan, what was streamed, how far long work has come, and device memory that ran out.
+"""The messages of a run: its plan, its streaming, the progress of long work, and device memory that ran out.
 
-Long work shows itself in a bar in a terminal, and elsewhere in a line for each tenth (pipeline/stats.py).
+Long work shows its progress in a bar in a terminal, and elsewhere in a line for each tenth (pipeline/stats.py).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SMALLER_BUDGET = 0.85
 
 
 class Narrator:
-    """Reports what a run is going to do and has done, if the Trainer prints a model summary or has our callback."""
+    """Reports the plan and the result of a run, if the Trainer prints a model summary or has our callback."""
 
     def __init__(self, lightning: Namespace, k_prime: int) -> None:
         self._lightning = lightning
         self._k_prime = k_prime
-        self.is_asked = False  # by our callback
+        self.is_asked = False  # whether our callback asks for reports
         self._said: set[Hashable] = set()
         self._tells_outcome = False
 
@@ -64,12 +64,12 @@ class Narrator:
 
     def measured(self, plan: WindowPlan) -> None:
         """Report the plan that was made by measuring the first steps."""
-        # without times, which differ each time
+        # times are left out, because they differ each time
         if self._is_new(plan.window):
             self._lightning.info(f"superpipeline: {planned(plan, self._k_prime)}")
 
     def end(self, pipeline: Pipeline | None) -> None:
-        """Report what was streamed, if the plan was shown."""
+        """Report the streaming of the run, if the plan was shown."""
         if self._tells_outcome and pipeline is not None:
             self._lightning.info(outcome(pipeline.stats, pipeline.summary()))
 
@@ -81,7 +81,7 @@ class Narrator:
 
 
 def planned(plan: WindowPlan, k_prime: int = 1) -> str:
-    """Describe the plan that was chosen after measuring the first steps, and what it is expected to take.
+    """Describe the plan that was chosen after measuring the first steps, and its expected costs.
 
     A plan counts units of `k_prime` neighbors each, and the user's `k` counts neighbors.
     """
@@ -96,7 +96,7 @@ def planned(plan: WindowPlan, k_prime: int = 1) -> str:
 
 
 def outcome(stats: Stats, summary: Summary) -> str:
-    """Describe in a sentence what was streamed, and what it took."""
+    """Describe the streaming of a run, and its costs, in a sentence."""
     up, down = readable_bytes(stats.bytes_to_device), readable_bytes(stats.bytes_to_host)
     done = f"{stats.steps} batches, {stats.loads} unit loads ({stats.misses} late)"
     on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
@@ -112,7 +112,7 @@ def outcome(stats: Stats, summary: Summary) -> str:
 
 
 class ToldProgress(Progress):
-    """Begins work that shows itself in a bar of the first process, or among Lightning's messages."""
+    """Begins work that shows its progress in a bar of the first process, or among Lightning's messages."""
 
     def __init__(self, lightning: FabricNamespace) -> None:
         self._lightning = lightning
@@ -144,7 +144,7 @@ class CountedCopies(TorchFunctionMode):
 
 
 class CountedFile:
-    """A file that is written, for which writing advances work."""
+    """A file for output that advances work as it is written."""
 
     def __init__(self, file: IO[bytes], work: Work) -> None:
         self._file = file
@@ -157,7 +157,7 @@ class CountedFile:
         return written
 
     def flush(self) -> None:
-        """Have on disk what was written, or a power cut could leave an empty file; the writer does so in the end."""
+        """Put all written data on disk, or a power cut could leave an empty file; the writer calls this at the end."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -167,10 +167,10 @@ class CountedFile:
 
 @contextmanager
 def out_of_memory_explained(pipeline: Pipeline, trains: bool) -> Iterator[None]:
-    """Have an error of device memory say what a step, or its backward, took; scopes may be nested.
+    """Have an error of device memory say how much a step, or its backward, took; scopes may be nested.
 
-    The message begins with the original one, by which Lightning's `BatchSizeFinder` knows such errors. Of a step that
-    trains, activations are a part.
+    The message begins with the original one, by which Lightning's `BatchSizeFinder` knows such errors. Activations are
+    a part of a step that trains.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Precision plugins with weights on the host: which ones work, their loss scaler, how they clip and run backward."""
+"""Precision plugins with weights on the host: those that work, their loss scaler, how they clip and run backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HasGradients(Protocol):
     """A strategy whose engine has gradients."""
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
-        """Return what unscales and clips the gradients of an optimizer; None if they are nobody's but torch's."""
+        """Return the object that unscales and clips the gradients of an optimizer; None if only torch has them."""
 
 
 class HostGradScaler(torch.amp.GradScaler):
@@ -59,8 +59,8 @@ class PrecisionMixin(StepsMixin):
     """The part of the strategy that deals with its precision plugin, some of whose methods become the strategy's.
 
     The plugin's `backward` is the innermost method on the way into backward that is not a user's. Hooks, and a
-    strategy's own `backward`, are around it, and so not part of the step. If a user's own class clips by itself, that
-    is left alone.
+    strategy's own `backward`, are around it, and so not part of the step. A user's own class that clips by itself is
+    left alone.
     """
 
     @property
@@ -83,7 +83,7 @@ class PrecisionMixin(StepsMixin):
             type(self.precision_plugin).backward(self.precision_plugin, loss, *args, **kwargs)
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
-        """Return what unscales and clips the gradients of an optimizer, while a module is attached."""
+        """Return the object that unscales and clips the gradients of an optimizer, while a module is attached."""
         return None if self.pipeline is None else self.pipeline.optimizers.clipping
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -98,7 +98,7 @@ class PrecisionMixin(StepsMixin):
 def host_precision(plugin: Any, lightning: FabricNamespace, strategy: HasGradients) -> None:
     """Refuse a precision plugin that needs weights on the device; have its scaler work on gradients on the host.
 
-    It unscales those that the engine of the `strategy` has.
+    The scaler unscales the gradients that the engine of the `strategy` has.
     """
     cls = type(plugin)
     # A plugin that does not convert modules can only change contexts and inputs. Others (bitsandbytes, Transformer
@@ -127,7 +127,7 @@ def host_precision(plugin: Any, lightning: FabricNamespace, strategy: HasGradien
 
 
 def autocast_of(plugin: Any, lightning: FabricNamespace) -> AbstractContextManager[Any]:
-    """Return the scope in which a precision plugin has forwards computed, if it changes what weights are sent as."""
+    """Return the scope in which a precision plugin computes forwards, if that changes the dtype that is sent."""
     is_mixed = isinstance(plugin, lightning.mixed_precision)
     scope: AbstractContextManager[Any] = plugin.forward_context() if is_mixed else nullcontext()
     return scope

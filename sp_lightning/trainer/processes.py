@@ -1,10 +1,10 @@
-"""Topology: which device this process uses, and how it communicates with the other processes, if any.
+"""Topology: the device of this process, and its communication with the other processes, if any.
 
-Both strategies, the Trainer's and Fabric's, take this from here.
+Both strategies, the Trainer's and Fabric's, use this file.
 
-With one process there is no launcher, as notebooks cannot use one, and no process group; and the cluster environment is
-not asked for ranks, as an interactive SLURM shell lacks the variables. With more, each has a device and streams
-the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
+With one process there is no launcher, as notebooks cannot use one, and no process group. The cluster environment is
+not asked for ranks, as an interactive SLURM shell lacks the variables. With several processes, each has a device and
+streams the model, as under Lightning's `DDPStrategy`; the engine averages gradients.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ProcessesMixin:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What a distributed sampler has to know of this process."""
+        """The arguments of a distributed sampler that depend on this process."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
@@ -72,7 +72,7 @@ class ProcessesMixin:
         assert environment is not None
         # no effect if an external launcher has started the processes
         environment.set_world_size(count)
-        launched = None  # or unknown
+        launched = None  # None also if the number is unknown
         if environment.creates_processes_externally:
             # an interactive SLURM shell has no SLURM_NTASKS, and runs one process
             with suppress(KeyError):
@@ -145,7 +145,7 @@ class ProcessesMixin:
         return objects[0]
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all processes have come here."""
+        """Wait until all processes have reached this point."""
         if self._is_connected:
             on_device = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)
@@ -162,20 +162,20 @@ def _end_step(trainer: Any, *_: Any) -> None:
 
 
 class Meetings:
-    """What the processes that train one model tell each other before a step: what the first of them has changed.
+    """The meetings before a step, in which processes that train one model get the first one's changes.
 
-    Its buffers are sent to the others, as under DDP.
+    The first one's buffers are sent to the others, as under DDP.
 
     Args:
-        processes: All of them; None if there is only one, which meets nobody.
+        processes: All of them; None if there is only one, which meets no other.
     """
 
     def __init__(self, processes: Processes | None = None) -> None:
         self.processes = processes
         # whether DDP would send the first process's buffers before the next step
         self._buffers_due = False
-        self._passes = 0  # how many backward passes there had been when processes last met before a step
-        self.meeting_due = True  # whether weights may have changed, which all have to see
+        self._passes = 0  # the number of backward passes when processes last met before a step
+        self.meeting_due = True  # whether weights may have changed, so that all have to see them
 
     @property
     def follows(self) -> bool:
@@ -189,13 +189,13 @@ class Meetings:
             self.processes.trains = trains
 
     def weights_may_change(self) -> None:
-        """Have all processes see in the next step whatever code of users writes to the first one's weights before."""
+        """Have all processes see in the next step all that user code writes to the first one's weights before."""
         if self.processes is not None:
             self.processes.copies_may_differ = True
         self.meeting_due = True
 
     def begin_step(self, pipeline: Pipeline) -> None:
-        """Have all processes see what the first has changed: in each training step, and the first of an evaluation."""
+        """Have all processes see the first one's changes: in each training step, and the first of an evaluation."""
         self.share_buffers(pipeline)
         self.meeting_due |= torch.is_grad_enabled()  # an optimizer may have stepped, or callbacks written to weights
         self.meet(pipeline)
@@ -206,13 +206,13 @@ class Meetings:
             self.share_weights(pipeline)
 
     def share_weights(self, pipeline: Pipeline | None) -> None:
-        """Wait until no process computes, and have all see what users' code has written to the first one's weights."""
+        """Wait until no process computes, and have all see user code's changes of the first one's weights."""
         if self.processes is not None and pipeline is not None:
             self.processes.copies_may_differ = True
             pipeline.meet_processes(places=False)
 
     def share_buffers(self, pipeline: Pipeline) -> None:
-        """Give all processes the first one's buffers, before each forward after one that is trained, as DDP does."""
+        """Give all processes the first one's buffers, before each forward after a training forward, as DDP does."""
         if self.processes is not None:
             if self._buffers_due:
                 self.processes.broadcast(pipeline.module.buffers())
@@ -220,7 +220,7 @@ class Meetings:
             self._buffers_due = averages and torch.is_grad_enabled()
 
     def meet(self, pipeline: Pipeline) -> None:
-        """Have all processes see what the first has written to weights, if it may have."""
+        """Have all processes see the first one's changes of weights, if there may be any."""
         if self.meeting_due and self.processes is not None:
             pipeline.meet_processes(places=self.processes.trains)
             self.meeting_due = False

@@ -1,8 +1,8 @@
 """The steps of an attached module: the engine's scopes around them, and when the optimizer steps.
 
-Lightning calls users' hooks between backward and the optimizer's step. Whatever these do to gradients and weights must
-have the same effect as in plain training. Stepping after backward, during the next forward, is right with any hook.
-Stepping in backward is right only where there are none.
+Lightning calls users' hooks between backward and the optimizer's step. Their changes of gradients and weights must have
+the same effect as in plain training. A step after backward, during the next forward, is right with any hook. A step in
+backward is right only where there are none.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BEFORE_ZERO_GRAD = ("optimizer_zero_grad", "on_before_zero_grad")
 _AFTER_THE_STEP = ("optimizer_step", "lr_scheduler_step", "teardown")
 # All other hooks, by their names, may read the gradients that a step has used.
 _SEES_NONE_USED = (
-    *_SEES_GRADIENTS,  # of the step that follows
+    *_SEES_GRADIENTS,  # these see those of the step that follows
     "on_before_backward",
     "on_before_batch_transfer",
     "on_after_batch_transfer",
@@ -71,7 +71,7 @@ _NOT_OF_USERS = ("lightning", "pytorch_lightning", "sp_lightning")
 
 @dataclass(frozen=True)
 class SteppingPlan:
-    """When the weights of one optimizer are stepped."""
+    """The time at which the weights of one optimizer are updated."""
 
     optimizer: Optimizer
     # whether Lightning's loop runs the backward that precedes the step, and not the user
@@ -82,14 +82,14 @@ class SteppingPlan:
     why_not_in_backward: str | None
     # whether something between backward and the step needs the norms of gradients
     needs_norms: bool
-    # what becomes of the gradients that the step has used: whether something may read them
+    # the fate of the gradients that the step has used: whether other code may read them
     afterwards: Afterwards
-    # whether nobody but the optimizer reads gradients, so that they may wait on the device for it
+    # whether only the optimizer reads gradients, so that they may wait on the device for it
     gradients_may_wait: bool
 
     @property
     def gradients_pass(self) -> bool:
-        """Whether gradients are stepped as they come, and never wait for all others."""
+        """Whether gradients are used as they come, and never wait for all others."""
         is_in_backward = self.why_not is None and self.why_not_in_backward is None
         return is_in_backward and self.afterwards is Afterwards.DROPPED
 
@@ -105,7 +105,7 @@ class SteppingPlan:
 class StepsMixin(StrategyPart):
     """The part of the strategy that deals with steps: the engine's scopes around them, and the optimizers' plans."""
 
-    # of the optimizer in whose step Lightning runs forward and backward
+    # the plan of the optimizer in whose step Lightning runs forward and backward
     _stepping: SteppingPlan | None = None
 
     @contextmanager
@@ -130,7 +130,7 @@ class StepsMixin(StrategyPart):
         plan = self._stepping
         if plan is None:
             return nullcontext()
-        # `training_step` and hooks may have changed what it is of
+        # `training_step` and hooks may have changed the facts behind the plan
         self._stepping = plan = self.plan_step(pipeline, plan.optimizer, plan.automatic)
         pipeline.optimizers.afterwards = plan.afterwards
         if plan.why_not is not None:
@@ -183,8 +183,8 @@ class StepsMixin(StrategyPart):
         )
 
     def _looks_at_gradients(self, callbacks: list[Any]) -> list[str]:
-        """List what may read or change gradients between backward and the step."""
-        # Of plugin and strategy the classes: on the objects, some of these methods are ours.
+        """List the hooks and methods that may read or change gradients between backward and the step."""
+        # This looks at the classes of plugin and strategy: on the objects, some of these methods are ours.
         of_precision = [name for name in dir(self.lightning.precision) if not name.startswith(_NOT_OF_GRADIENTS)]
         return [
             *_overridden([type(self.precision_plugin)], of_precision),
@@ -205,13 +205,13 @@ class StepsMixin(StrategyPart):
 
 
 def _may_read_used(hooked: Any) -> bool:
-    """Tell whether users have overridden a hook that runs when a step has used gradients, and none is zeroed yet."""
+    """Tell whether users have overridden a hook that runs after a step has used gradients, before they are zeroed."""
     names = [name for name in dir(type(hooked)) if name.startswith("on_") and not name.startswith(_SEES_NONE_USED)]
     return any(_overridden([hooked], names))
 
 
 def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:
-    """Yield, in words, which of these hooks users have overridden in objects or classes."""
+    """Yield, as phrases, those of these hooks that users have overridden in objects or classes."""
     for thing in objects:
         cls = thing if isinstance(thing, type) else type(thing)
         for hook in hooks:

@@ -20,7 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test becomes four, by an option."""
-    if metafunc.config.getoption("all_lags"):
+    if metafunc.config.getoption("nightly"):
         metafunc.parametrize("lag", LAGS, indirect=True)
 
 

@@ -17,13 +17,14 @@ from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Scaling
 
 from ..optim.parts import CASES, compare
+from ..second_device import some
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-@pytest.mark.parametrize(("cls", "options", "scaling", "dtype"), CASES)
+@pytest.mark.parametrize(("cls", "options", "scaling", "dtype"), some(CASES, 3))
 def test_it_steps_as_the_kernels_do(
     cls: Any, options: Any, scaling: Any, dtype: Any, moments: str, device: torch.device
 ) -> None:

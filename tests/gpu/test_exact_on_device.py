@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from ..helpers import Plan, Trace, assert_same_trace, lightning_run
 from ..random_graphs import Example, examples, units_are_nodes
-from ..second_device import IN_USE
+from ..second_device import IN_USE, some
 from ..zoo import CASES, Case
 from .parts import OnDevice, Streamed, train_case
 
@@ -30,20 +31,25 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("k", "k_prime"), [(2, 1)] if IN_USE else [(1, 1), (2, 1), (4, 2)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 2))
 def test_zoo_is_exact_on_the_device(name: str, k: int, k_prime: int, device: torch.device) -> None:
     """Gradients are bit-equal to those of the model that lives on the device, and so is all that follows."""
     compare(CASES[name], device, PipelineOptions(k=k, k_prime=k_prime))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["chain", "gpt2-tied", "vit", "unet", "lora"])
+UNDER_AUTOCAST = [*product(["chain", "gpt2-tied", "vit", "unet", "lora"], [torch.bfloat16, torch.float16])]
+
+
+@pytest.mark.parametrize(("name", "dtype"), some(UNDER_AUTOCAST, 3))
 def test_zoo_is_exact_on_the_device_under_autocast(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Weights that travel already cast give what autocast on the device gives."""
     compare(CASES[name], device, PipelineOptions(k=2, k_prime=1), dtype)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
+@settings(
+    max_examples=len(some(range(24), 3)),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
 @given(example=examples())
 def test_random_graphs_are_exact_on_the_device(example: Example, device: torch.device) -> None:
     """No graph, order, size of the window or policy for activations has a copy come too early or too late."""

@@ -16,6 +16,7 @@ from sp_lightning import optim
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from ..planning.parts import Fixed
+from ..second_device import some
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +56,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("places", "training", "optimizer", "activations"), CASES)
+@pytest.mark.parametrize(("places", "training", "optimizer", "activations"), some(CASES, 3))
 def test_memory_is_constant(places: str, training: str, optimizer: str, activations: Any, device: torch.device) -> None:
     """From step to step, and nothing is left after the module was detached."""
     how = TRAININGS[training]

@@ -58,7 +58,7 @@ PAGEABLE = {
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
     "pipeline/optimizer/clipping.py: multiply_others": "a factor, of what lives on the device",
     "pipeline/optimizer/clipping.py: measure_here": "norms, of what lives on the device: the host waits once",
-    "pipeline/optimizer/living.py: move_state": "a plan has a unit live on the device, or no longer",
+    "pipeline/optimizer/staying.py: move_state": "a plan has a unit live on the device, or no longer",
     "pipeline/pipeline.py: _give_back": "buffers, as the module is given back",
     "pipeline/units/moving.py: move": "buffers, as the module is attached",
     "pipeline/weights/quantized.py: move_parameter": "a plan has a unit live on the device, or no longer",
@@ -84,8 +84,8 @@ def pageable_copies() -> Iterator[set[str]]:
             file = Path(frame.f_code.co_filename)
             if file != Path(__file__) and any(file.is_relative_to(place) for place in OTHERS):
                 break
-            # functions of torch's that users call by way of ours (overrides.py) copy for the users
-            if file.is_relative_to(PACKAGE) and file.name != "overrides.py":
+            # functions that users call by way of ours (torch's in overrides.py, a Trainer's) copy for the users
+            if file.is_relative_to(PACKAGE) and file.name not in ("overrides.py", "transformers.py"):
                 ours.append(f"{file.relative_to(PACKAGE).as_posix()}: {frame.f_code.co_name}")
             frame = frame.f_back
         if ours and not PAGEABLE.keys() & set(ours):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Memory, Scaling
 
 from ..helpers import never_waiting
+
+needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
 
 SIZE = (1 << 16) + 13
 NOTHING, FACTOR = Scaling(), Scaling(np.float32(0.3))

@@ -13,7 +13,9 @@ from sp_lightning.optim.layout import GROUP, make_state
 from sp_lightning.optim.on_device import groups_in, pack, store_weight, unpack, whole_and_rest
 from sp_lightning.optim.rules import Kind, Memory
 
-pytest.importorskip("numba")
+from .parts import needs_numba
+
+pytestmark = needs_numba
 HALF = 1 << 16
 EDGES = (0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF)  # subnormals, infinity, NaN
 TIES = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)

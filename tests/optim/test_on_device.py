@@ -20,12 +20,11 @@ from sp_lightning.optim.on_device import Effort, step_on_device
 from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
-from .parts import CASES, assert_near, assert_same_bits, compare
+from .parts import CASES, assert_near, assert_same_bits, compare, needs_numba
 
-pytest.importorskip("numba")
+pytestmark = needs_numba
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize(("cls", "options", "scaling", "dtype"), CASES)
 def test_no_bit_differs(cls: Any, options: Any, scaling: Any, dtype: Any, moments: str) -> None:

@@ -16,9 +16,10 @@ from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import moment_in
 
 from ..helpers import torchs_defaults
+from .parts import needs_numba
 
 SIZES = ((3,), (13,), (70, 33), (5, 64))
-pytest.importorskip("numba")
+pytestmark = needs_numba
 
 
 def bits(tensor):
@@ -184,6 +185,12 @@ def weight(dtype, **options):
     return torch.nn.Parameter(torch.zeros(3, dtype=dtype, **options))
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_an_argument_of_torchs_is_answered_with_ours(name):
+    with pytest.raises(TypeError, match=f"`sp_lightning.optim.{name}` has no argument `fused`: its step is fused in"):
+        getattr(optim, name)([weight(torch.float)], fused=True)
+
+
 def test_what_is_refused_leaves_the_optimizer_as_it_was():
     own = optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8).t())])  # in another order, but without gaps
     with pytest.raises(ValueError, match="torch.float16"):
@@ -330,22 +337,23 @@ def test_state_and_gradients_of_other_shapes_are_refused_as_torch_refuses_them(n
                 optimizer.step()
 
 
-@pytest.mark.slow
 def test_compiling_a_kernel_is_said_once(tmp_path):
     """In a process with an empty cache; one with a full cache has nothing to wait for. Neither sees other threads."""
     code = (
-        "import os, torch, numba, sp_lightning.optim as optim\n"
+        "import logging, os, torch, numba, sp_lightning.optim as optim\n"
+        "logging.basicConfig(level='INFO')\n"
         "torch.set_num_threads(1)\n"
         "if other := os.fork():\n"
         "    assert os.waitpid(other, 0)[1] == 0, 'the one before has failed'\n"
         "for _ in range(2):\n"
         "    p = torch.nn.Parameter(torch.zeros(3)); p.grad = torch.ones(3); optim.AdamW([p]).step()\n"
+        "    p = torch.nn.Parameter(torch.zeros(3)); p.grad = torch.ones(3); optim.Adam([p], weight_decay=1).step()\n"
         "assert torch.get_num_threads() == 1, 'sums would have other bits'\n"
         "assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS\n"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     both = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert both.stderr.count("has compiled a kernel") == 1
+    assert both.stderr.count("INFO:sp_lightning.optim.kernels:superpipeline: numba compiles kernels") == 1
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])

@@ -73,7 +73,6 @@ TORCHS = [
 ]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("make", "precision", "arguments"),
     [
@@ -113,7 +112,6 @@ class Counting(torch.optim.Optimizer):
         return loss
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cls", [Module, Manual])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def model() -> nn.Module:
         ({"units": "NoSuchBlock"}, "`units='NoSuchBlock'` matches no module"),
         ({"resident": ["nowhere"]}, "`resident` names 'nowhere'"),
         ({"resident": ["blocks.0", "blocks.0.up.weights"]}, "`resident` names 'blocks.0.up.weights'"),
+        ({"memory_budget": 1}, "`memory_budget=1` is one byte. For all of the GPU.s memory, write 1.0"),
         ({"memory_budget": 20}, "(?s)`memory_budget=20` is too small.*text has a unit, as '20GB'"),
         ({"memory_budget": "1kB", "k": 3, "units": Block}, "`memory_budget='1kB'` is too small with `k=3`"),
         ({"k": 0}, "`k=0` must be"),
@@ -147,7 +148,7 @@ def test_the_least_budget_that_works(options: dict[str, Any], k: int) -> None:
     """The message names it in bytes; with k=1 it works, and with one byte less it does not."""
     module = model()
     with unchanged(module), pytest.raises(ValueError, match=r"at least \d+ bytes .*with k=1") as caught:
-        superpipeline(module, "cpu", k=k, memory_budget=1, **options)
+        superpipeline(module, "cpu", k=k, memory_budget=2, **options)
     least = int(str(caught.value).split("at least ")[-1].split(" bytes")[0])
     with pytest.raises(ValueError, match="`memory_budget="):
         superpipeline(module, "cpu", k=1, memory_budget=least - 1, **options)

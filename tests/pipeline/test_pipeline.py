@@ -146,7 +146,6 @@ for _ in range(3):
 """
 
 
-@pytest.mark.slow
 def test_a_process_may_end_without_detach() -> None:
     """A thread that was still stepping when the interpreter ended used to abort it."""
     done = subprocess.run(

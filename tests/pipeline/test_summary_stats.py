@@ -101,7 +101,7 @@ def test_automatic_k(k: int | str, k_prime: int, expected: tuple[int, int]) -> N
     pipeline.detach()
 
 
-@pytest.mark.parametrize(("k", "phrase"), [(2, "2 on the GPU at a time"), (6, "all stay on the GPU")])
+@pytest.mark.parametrize(("k", "phrase"), [(2, "2 at a time on the CPU, as"), (6, "all stay on the CPU, as")])
 def test_the_table(k: int, phrase: str) -> None:
     """One aligned row for each thing that a user asks about."""
     pipeline = superpipeline(chain(6, 16, 32), "cpu", k=k, units=Block)

@@ -38,21 +38,18 @@ def compare(blocks: Blocks, window: tuple[int, tuple[int, ...]], workload: Workl
     assert predicted.device_bytes == pytest.approx(real.summary.device_bytes + real.summary.gradient_bytes, rel=0.02)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("name", MACHINES)
 def test_units_are_stepped_in_backward(name: str, window: Any) -> None:
     compare(MACHINES[name], window, MACHINES[name].workload())
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
 @pytest.mark.parametrize("name", MACHINES)
 def test_units_are_stepped_under_the_next_forward(name: str, window: Any) -> None:
     compare(MACHINES[name], window, MACHINES[name].workload(stepping="under forward"), in_backward=False)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("window", WINDOWS[1::3], ids=str)
 @pytest.mark.parametrize("name", MACHINES)
 def test_gradients_that_add_up(name: str, window: Any) -> None:
@@ -62,7 +59,6 @@ def test_gradients_that_add_up(name: str, window: Any) -> None:
     compare(blocks, window, workload, accumulate=3)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("waiting", [range(16), range(8), range(4)], ids=["all", "half", "a quarter"])
 @pytest.mark.parametrize("training", [{"clip": True}, {"accumulate": 4}, {"clip": True, "accumulate": 4}], ids=str)
 @pytest.mark.parametrize("name", MACHINES)

@@ -93,7 +93,6 @@ def train(module: LightningModule, precision: str) -> None:
     trainer.fit(module, range(5))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("build", "precision"),
     [(llama, "32-true"), (llama, "bf16-mixed"), (t5, "32-true"), (vit, "bf16-mixed"), (vit, "bf16-true")],
@@ -146,7 +145,6 @@ def test_frozen_weights_have_no_gradients():
     assert plan(model, given).best.step.bytes_to_host == 0
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("given", "on_device", "up", "down"),
     [
@@ -190,7 +188,6 @@ def estimated(name, place):
     return estimate(named_model(known_as), Assumptions(optimizer_on=place, **assumed))
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model", "memory", "on_host", "seconds", "before"),
     [
@@ -225,7 +222,6 @@ COUNTED = [
 ]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model", "precision", "kept", "recomputed"), COUNTED)
 def test_what_is_saved_and_what_logits_take(model, precision, kept, recomputed):
     """Within 5 %, or half a GiB."""
@@ -323,7 +319,6 @@ def test_state_of_optimizers(name):
     assert (with_it.lanes[Lane.HOST] > without.lanes[Lane.HOST]) == (kept > 0)
 
 
-@pytest.mark.slow
 def test_published_runs_lie_where_their_gpus_reach():
     """Two of the table in docs/planning.md, which has them all."""
     for run in (replay.RUNS[0], replay.RUNS[5]):

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim import SGD, AdamW
 
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.planning import AutoPlanner
 
-from ..helpers import Plan, assert_exact
+from ..helpers import Plan, assert_exact, assert_same_trace
+from ..pipeline.gradients.parts import chain, train
 from ..zoo import CASES
 from .parts import Fixed, Make, train_placed
 
@@ -22,7 +24,6 @@ SHRINKS = [(6,), (4,), (2,), (1,), (1,)]
 MOMENTUM, ADAMW = partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("windows", "optimizer"),
     [(GROWS, MOMENTUM), (SHRINKS, ADAMW), (LIVES, ADAMW)],
@@ -56,13 +57,24 @@ def test_a_window_that_changes_at_every_step(windows: Any, optimizer: Make, trai
     assert stats.heals == 0
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama-untied", "t5"])
 def test_families_of_models(name: str) -> None:
     """With everything that the zoo looks at: gradients, buffers, outputs in evaluation, and what is left behind."""
     case = CASES[name]
     planner = Fixed(*GROWS, *SHRINKS)
     assert_exact(case, PipelineOptions(debug=True), Plan.of(case), planner=planner)
+
+
+def test_units_that_live_on_the_device_of_a_process_in_a_group() -> None:
+    """Of one process, which has shared memory, sums of gradients and copies, as several have (`test_processes`)."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected = train(chain, None)
+        planner = Fixed((2,), (2, (0, 3)), (2, (1, 2)))
+        assert_same_trace(expected, train(chain, PipelineOptions(k=2, debug=True), planner=planner))
+    finally:
+        dist.destroy_process_group()
+    assert [on_device > 0 for _, on_device in planner.seen] == [False, False, True], planner.seen
 
 
 @pytest.mark.parametrize("budget", [40_000, 200_000])

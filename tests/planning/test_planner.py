@@ -42,7 +42,6 @@ def trained_with_every_window(blocks: Blocks) -> list[Trained]:
     return [blocks.train(Fixed(window[:1], window), steps=5) for window in windows]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("bottleneck", "units"), [(lane, units) for lane in MACHINES for units in (2, 5)])
 def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -> None:
     """Every k and number of living units is tried on the same machine; activations take the same in all."""
@@ -59,7 +58,6 @@ def test_a_plan_is_as_fast_as_the_best_that_fits(bottleneck: Lane, units: int) -
     assert units > 2 or plan.bottleneck is bottleneck, "with more units, less is moved"
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("share", "rate"), [(2.0, 5e7), (3.0, 2e6)], ids=["fast copies", "slow copies"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("error")

@@ -13,6 +13,15 @@ alone.
 """
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 IN_USE = "SECOND_DEVICE" in os.environ
 """Whether CUDA is this device, in this process."""
+
+
+def some(cases: Sequence[Any], one_in: int) -> Sequence[Any]:
+    """One case in so many, on this device; all of them at night, and on a GPU."""
+    from ..selection import is_nightly  # which is known by now
+
+    return cases[::one_in] if IN_USE and not is_nightly else cases

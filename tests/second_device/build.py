@@ -1,10 +1,14 @@
-"""Compiles the device: three libraries, in a folder of the caller's."""
+"""Compiles the device: three libraries, which are kept for other runs in the user's cache."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,13 +32,29 @@ def why_not() -> str | None:
     return None
 
 
-def build(folder: Path) -> tuple[list[Path], Path]:
-    """Compile it, which takes about half a minute.
+def build() -> tuple[list[Path], Path]:
+    """Compile it, which takes half a minute, unless these sources were compiled for this torch before.
 
     Returns:
         The libraries to load before torch, and the one with the kernels, for `torch.ops.load_library`.
     """
+    sources = [path.read_bytes() for path in sorted(SOURCES.rglob("*")) if path.suffix in (".cpp", ".h", ".py")]
+    name = hashlib.sha256(b"".join([torch.__version__.encode(), *sources])).hexdigest()[:12]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sp_lightning" / f"device-{name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to
+        folder = Path(tempfile.mkdtemp())
     runtime, management, kernels = folder / "runtime.so", folder / "management.so", folder / "kernels.so"
+    with (folder / "lock").open("w") as lock:  # of two processes one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            _compile(runtime, management, kernels)
+            (folder / "done").touch()
+    return [runtime, management], kernels
+
+
+def _compile(runtime: Path, management: Path, kernels: Path) -> None:
     assert _COMPILER is not None
     general = [_COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{SOURCES / 'include'}"]
     general += [f"-I{path}" for path in _cuda_headers()]
@@ -47,7 +67,6 @@ def build(folder: Path) -> tuple[list[Path], Path]:
     command_for_kernels = [*general, SOURCES / "kernels.cpp", "-o", kernels, *torch_flags, *libraries]
     for command in (command_for_runtime, command_for_management, command_for_kernels):
         subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
-    return [runtime, management], kernels
 
 
 def _cuda_headers() -> list[Path]:

@@ -59,7 +59,6 @@ class Case:
         streams: false where every weight is touched outside its unit, so that all of them end up resident.
         heavy: run one window, not two.
         autocast: exact under bf16 autocast, too.
-        lightning: belongs to the subset that also runs under Lightning's Trainer.
     """
 
     name: str
@@ -77,7 +76,6 @@ class Case:
     clip: float | None = None
     heavy: bool = False
     autocast: bool = False
-    lightning: bool = False
 
     def model(self, seed: int = 0) -> nn.Module:
         """A fresh model, the same for the same seed."""

@@ -169,17 +169,17 @@ def no_cache(model: nn.Module, batch: Batch) -> Any:
 
 
 CASES = [
-    Case("gpt2-tied", gpt2, causal_batch, own_loss, autocast=True, lightning=True, heavy=True),
-    Case("llama-untied", llama, masked_batch, own_loss, clip=0.5, lightning=True, heavy=True, autocast=True),
+    Case("gpt2-tied", gpt2, causal_batch, own_loss, autocast=True, heavy=True),
+    Case("llama-untied", llama, masked_batch, own_loss, clip=0.5, heavy=True, autocast=True),
     Case("bert", bert, masked_batch, own_loss, autocast=True, heavy=True),
-    Case("albert", albert, masked_batch, own_loss, lightning=True, heavy=True, autocast=True),
-    Case("t5", t5, masked_batch, own_loss, lightning=True, heavy=True, autocast=True),
+    Case("albert", albert, masked_batch, own_loss, heavy=True, autocast=True),
+    Case("t5", t5, masked_batch, own_loss, heavy=True, autocast=True),
     Case("mixtral", mixtral, causal_batch, own_loss, heavy=True),
     Case(
         "experts-as-modules", lambda: nn.Sequential(Experts(), Experts()), lambda: (torch.randn(9, 12),), autocast=True
     ),
-    Case("lstm", RecurrentLM, lambda: (tokens(),), next_token_loss, lightning=True, autocast=True),
-    Case("nn-transformer-encoder", EncoderLM, encoder_batch, logits_loss, autocast=True, lightning=True),
+    Case("lstm", RecurrentLM, lambda: (tokens(),), next_token_loss, autocast=True),
+    Case("nn-transformer-encoder", EncoderLM, encoder_batch, logits_loss, autocast=True),
     *(
         Case(
             f"gpt2-checkpoint-{'reentrant' if reentrant else 'plain'}",
@@ -188,7 +188,6 @@ CASES = [
             own_loss,
             call=no_cache,
             heavy=True,
-            lightning=not reentrant,
             autocast=not reentrant,
         )
         for reentrant in (False, True)

@@ -30,5 +30,5 @@ def llava_batch() -> Batch:
 
 
 CASES = [
-    Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True, lightning=True),
+    Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True),
 ]

@@ -361,20 +361,19 @@ class Mixture(nn.Module):
 
 
 CASES = [
-    Case("inplace-residual-on-view", InplaceResidual, rows, autocast=True, lightning=True),
+    Case("inplace-residual-on-view", InplaceResidual, rows, autocast=True),
     Case("inplace-on-input", lambda: Chain([Block(), *(InplaceOnInput() for _ in range(3))]), rows),
     Case(
         "weight-on-ctx",
         lambda: StashingChain(Stashing(inplace=False) for _ in range(5)),
         rows,
-        lightning=True,
         autocast=True,
     ),
     Case("weight-on-ctx-and-view-returned", lambda: Chain(Fused() for _ in range(5)), rows),
     Case("weight-on-ctx-and-inplace-view", lambda: StashingChain(Stashing(inplace=True) for _ in range(5)), rows),
-    Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean(), lightning=True),
+    Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean()),
     Case("returns-own-parameter", Prompted, rows),
-    Case("tied-by-use", TiedByUse, lambda: (torch.randint(0, 40, (3, 4)),), autocast=True, lightning=True),
+    Case("tied-by-use", TiedByUse, lambda: (torch.randint(0, 40, (3, 4)),), autocast=True),
     Case("parent-reads-child", lambda: ParentReads(Block() for _ in range(4)), rows, autocast=True),
     Case("calls-forward", lambda: CallsForward(Block() for _ in range(4)), rows, streams=False),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
@@ -383,7 +382,6 @@ CASES = [
             f"{wrap.__name__.replace('_', '-')}-{'old' if old else 'parametrization'}",
             lambda w=wrap, o=old: w(o),
             rows,
-            lightning=not old,
         )
         for wrap in (weight_norm, spectral_norm)
         for old in (True, False)
@@ -393,7 +391,6 @@ CASES = [
         lambda: Chain(Attention() for _ in range(3)),
         lambda: (torch.randn(2, 5, WIDTH),),
         autocast=True,
-        lightning=True,
     ),
     Case("layer-mixture", lambda: Chain(Mixture() for _ in range(3)), lambda: (torch.randn(4, 3, WIDTH),)),
     Case("embedding-max-norm", MaxNorm, lambda: (torch.randint(0, 30, (3, 4)),)),

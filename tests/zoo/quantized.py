@@ -153,7 +153,7 @@ def _build(quantize: Callable[[nn.Linear], nn.Linear]) -> nn.Module:
 
 
 CASES = [
-    Case(f"{name} weights", partial(_build, quantize), rows, autocast=True, lightning=True)
+    Case(f"{name} weights", partial(_build, quantize), rows, autocast=True)
     for name, quantize in {"int8": Int8Linear, "packed": PackedLinear}.items()
 ]
 

@@ -288,24 +288,23 @@ CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
 }
 
 CASES = [
-    Case("chain", lambda: chain(6, dropout=0.1), rows, clip=0.1, autocast=True, lightning=True),
-    Case("siamese", Siamese, lambda: (*rows(), *rows()), autocast=True, lightning=True),
+    Case("chain", lambda: chain(6, dropout=0.1), rows, clip=0.1, autocast=True),
+    Case("siamese", Siamese, lambda: (*rows(), *rows()), autocast=True),
     Case("input-gradient-penalty", lambda: chain(4), rows, backward=input_gradient_penalty),
     Case("weight-gradient-penalty", lambda: chain(3), rows, backward=weight_gradient_penalty, streams=False),
-    Case("lora", lora, rows, autocast=True, lightning=True),
+    Case("lora", lora, rows, autocast=True),
     Case("half-frozen", half_frozen, rows),
-    Case("top-k", lambda: Chain(SparseLinear(WIDTH, WIDTH) for _ in range(5)), rows, autocast=True, lightning=True),
-    Case("unused-parameters", Unused, rows, lightning=True),
+    Case("top-k", lambda: Chain(SparseLinear(WIDTH, WIDTH) for _ in range(5)), rows, autocast=True),
+    Case("unused-parameters", Unused, rows),
     Case(
         "stochastic-depth",
         lambda: StochasticDepth(Block() for _ in range(7)),
         rows,
         accumulate=1,
-        lightning=True,
         autocast=True,
     ),
-    Case("frozen-encoder", FrozenEncoder, rows, autocast=True, lightning=True),
-    Case("momentum-encoder", MomentumContrast, rows, lightning=True),
+    Case("frozen-encoder", FrozenEncoder, rows, autocast=True),
+    Case("momentum-encoder", MomentumContrast, rows),
     Case("shuffled-order", lambda: ShuffledOrder(Block() for _ in range(5)), rows),
     *(
         Case(
@@ -320,7 +319,7 @@ CASES = [
     ),
     Case("two-losses", lambda: chain(4, dropout=0.1), rows, backward=two_losses, autocast=True),
     Case("two-graphs", lambda: chain(4, dropout=0.1), rows, backward=two_graphs, autocast=True),
-    Case("gan", Gan, rows, optimizers=gan_optimizers, train_step=gan_step, lightning=True),
+    Case("gan", Gan, rows, optimizers=gan_optimizers, train_step=gan_step),
     Case(
         "sparse-embedding",
         SparseEmbedding,

@@ -103,8 +103,8 @@ class UNet(nn.Module):
 
 
 CASES = [
-    Case("vit", vit, vit_batch, own_loss, autocast=True, lightning=True, heavy=True),
-    Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, lightning=True, autocast=True),
+    Case("vit", vit, vit_batch, own_loss, autocast=True, heavy=True),
+    Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, autocast=True),
     Case(
         "resnet50",
         lambda: resnet50((1, 2, 2, 1)),
@@ -112,9 +112,8 @@ CASES = [
         class_loss,
         image_call,
         heavy=True,
-        lightning=True,
         autocast=True,
     ),
     Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
-    Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True, lightning=True),
+    Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True),
 ]

@@ -1,16 +1,16 @@
-"""What a forward that runs again in backward is promised: the contract of `torch.utils.checkpoint`, and no more.
+"""The promise to a forward that runs again in backward: the contract of `torch.utils.checkpoint`, and no more.
 
 Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. So are its
-modules' buffers, also those that there were not yet, and modes (`train()`, `eval()`), and what required a gradient.
-All of it moves once, so that BatchNorm counts a batch once. What else a forward may change is not simulated.
+modules' buffers, also those that did not exist yet, its modes (`train()`, `eval()`), and the flags `requires_grad`.
+All of it advances once, so that BatchNorm counts a batch once. The engine simulates no other change by a forward.
 
 [Note: what may change]
-A forward runs again only if nothing is known to be in the way, and what is not known to be safe is in the way. What is
-given to a unit (a key/value cache, an iterator, a generator of random numbers) may change until backward, whoever does
-it: it has to be of a kind that cannot, a tensor whose version tells, or a module. Around a unit's first calls, a look
-compares what is kept on its modules, and what it is given, if that is of a kind that can be compared (snapshots.py).
-Changes that nobody can see in advance (in a closure, a class's attribute, a global variable) show in what the second
-forward returns.
+A forward runs again only if nothing is known to be in the way, and anything that is not known to be safe is in the way.
+Any code may change the arguments of a unit until backward (a key/value cache, an iterator, a generator of random
+numbers). So each has to be of a kind that cannot change, a tensor whose version tells, or a module. Around a unit's
+first calls, a look compares the state of its modules, and its arguments if these are of a kind that can be compared
+(snapshots.py). Changes that cannot be seen in advance (in a closure, a class's attribute, a global variable) show in
+the output of the second forward.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Inputs:
 
     def __init__(self, saved: SavedTensors, args: Args, kwargs: Kwargs) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        # an argument that is given twice stays one object: `nn.MultiheadAttention` branches on `key is value`
+        # an argument that is passed twice stays one object: `nn.MultiheadAttention` branches on `key is value`
         data = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
         self._leaves = [(id(leaf), None if id(leaf) in data else leaf) for leaf in leaves]
         self._requires_grad = [(identity, tensor.requires_grad) for identity, tensor in data.items()]
@@ -100,13 +100,18 @@ def _is_data(value: Any) -> bool:
 
 
 class Surroundings:
-    """What a forward finds besides inputs and weights: random generators, settings around it, modes, and buffers.
+    """The surroundings of a forward besides inputs and weights: random generators, settings, modes, and buffers.
 
-    Small buffers are copied, as BatchNorm changes its statistics without a version. Of others the version is known, as
-    of weights that are given, and of parameters that the engine does not manage.
+    Small buffers are copied, because BatchNorm changes its statistics without a version. Large buffers are compared by
+    version, and so are weights among the arguments, and parameters that the engine does not manage.
     """
 
-    def __init__(self, device: torch.device, modules: Sequence[nn.Module], weights: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        weights: Iterable[nn.Parameter],
+    ) -> None:
         self._device = device
         self._api = None if device.type == "cpu" else torch.get_device_module(device)
         self._random = torch.get_rng_state()
@@ -121,7 +126,7 @@ class Surroundings:
         # `set_default_device(None)`
         self._default_device = torch.empty(0).device
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
-        # modules with copies of their dictionaries: what lies in these may lead to the graph that leads here
+        # modules with copies of their dictionaries: values in these may lead to the graph that leads here
         self._modules: list[tuple[ref[nn.Module], bool, dict[str, Tensor | None]]] = []
         # masters are not watched: their versions tell nothing, as optimizers step them
         watched: list[Tensor] = [
@@ -147,7 +152,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore all of it for the duration of the block, and then what is there now."""
+        """Restore all of it for the duration of the block, and afterwards the present state."""
         devices = [] if self._api is None else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type), ExitStack() as scopes:
             torch.set_rng_state(self._random)
@@ -213,7 +218,7 @@ def differ(first: Tensor, second: Tensor) -> bool:
     """Tell whether a second forward, in whose surroundings this is, has returned other numbers than the first.
 
     On the CPU these are the same bits. On an accelerator some kernels add in another order each time, and some are
-    chosen by how fast they are. What comes of that stays below the tolerance; what a forward has changed rarely does.
+    chosen by how fast they are. Such differences stay below the tolerance; those of a changed forward rarely do.
     """
     if first.shape != second.shape or first.dtype is not second.dtype:
         return True

@@ -17,9 +17,9 @@ _size_of = attrgetter("nbytes")
 class HostPool:
     """Lends host memory to activations that leave the device for a while.
 
-    Each step asks for the same sizes, so the first one allocates and page-locks the buffers, which costs more than
-    copying, and all others use them again. Where sizes differ from step to step (sentences of any length), a buffer
-    also serves what is smaller, and those that are too small make room for a larger one.
+    Each step asks for the same sizes. So the first one allocates and pins the buffers, which costs more than copying,
+    and all others use them again. If sizes differ from step to step (sentences of any length), a buffer also serves
+    smaller requests, and buffers that are too small make room for a larger one.
     """
 
     def __init__(self, backend: Backend, stats: Stats) -> None:
@@ -30,14 +30,14 @@ class HostPool:
         self._free: list[HostBuffer] = []  # by their size
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Lend a buffer of at least so many bytes: the smallest there is."""
+        """Lend a buffer of at least this many bytes: the smallest one that is free."""
         size = -(-nbytes // _PAGE) * _PAGE
         smallest = bisect.bisect_left(self._free, size, key=_size_of)
         if smallest < len(self._free):
             return self._free.pop(smallest)
         if self._free:  # all of them are too small, and make room
             self._stats.host_syncs += 1
-            self._backend.drain()  # the device may still be reading what was given back
+            self._backend.drain()  # the device may still be reading buffers that were returned
             self._release(self._free)
         free = available_host_memory()
         if free is not None and size > free:
@@ -53,12 +53,12 @@ class HostPool:
         return buffer
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Take a buffer back. What is computed next must have waited for copies into and out of it."""
+        """Take a buffer back. The next computation must have waited for copies into and out of it."""
         if buffer in self._buffers:  # not if the pool was closed meanwhile
             bisect.insort(self._free, buffer, key=_size_of)
 
     def close(self) -> None:
-        """Undo page-locking; the memory itself lives as long as a tensor lies in it."""
+        """Unpin the memory; it exists for as long as a tensor is in it."""
         self._release(list(self._buffers))
 
     def _release(self, buffers: list[HostBuffer]) -> None:

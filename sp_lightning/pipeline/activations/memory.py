@@ -1,6 +1,6 @@
-"""The device memory of what autograd saves: a count of it.
+"""A count of the device memory that saved tensors take.
 
-It is counted once, however many tensors lie in it. Weights and buffers do not count, as they would be there anyway.
+Memory is counted once, however many tensors share it. Weights and buffers do not count, as they would be there anyway.
 Counting costs the host some microseconds for each saved tensor, so under `"auto"` only steps that are measured do it.
 """
 
@@ -39,7 +39,7 @@ class Footprint(NamedTuple):
 
 
 class Charge:
-    """Memory that counts as long as this object lives, in whichever thread that ends."""
+    """Memory that counts for as long as this object exists; any thread may end that."""
 
     __slots__ = ("__weakref__", "_stats", "nbytes")
 
@@ -54,7 +54,7 @@ class Charge:
 
 
 class Stretch(NamedTuple):
-    """What a stretch of a step took at most: a unit's forward or backward, or the turn from one to the other.
+    """The most memory that a stretch of a step took: a unit's forward or backward, or the turn between the two.
 
     A softmax over logits is in no graph, but the device's allocator knows of it. The peaks of allocated and of held
     memory need not come at the same time: a loss takes its memory when no unit is at work.
@@ -62,7 +62,7 @@ class Stretch(NamedTuple):
 
     before: int  # bytes that were held when it began
     saved: int  # bytes that were held, beyond those held when it began
-    # bytes that operations took besides; 0 if the device does not tell, or if nobody measures
+    # bytes that operations took besides; 0 if the device does not tell, or in steps that are not measured
     operations: int
 
 
@@ -80,8 +80,8 @@ class Meter:
         self._stats = stats
         self._by_memory: WeakValueDictionary[int, Charge] = WeakValueDictionary()
         self._before = 0  # bytes that were held as the stretch began
-        self._peak = 0  # most bytes that were held since
-        # bytes that are allocated whatever is computed; None if the device does not tell
+        self._peak = 0  # the most bytes that were held since
+        # bytes that are allocated in any case; None if the device does not tell
         self._baseline: int | None = None
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
@@ -109,7 +109,7 @@ class Meter:
         return charge
 
     def begin_step(self, counts: bool) -> None:
-        """Begin a step, which has a peak of its own, and which nobody measures yet; it may count all the same."""
+        """Begin a step, which has a peak of its own, and is not measured yet; it may count all the same."""
         self.counts = counts or self.always
         self._baseline = None
         self._begin_stretch()

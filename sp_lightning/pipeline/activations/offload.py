@@ -1,11 +1,11 @@
 """Saved activations that wait on the host: sent as the next unit begins, fetched one unit ahead of backward.
 
 [Note: the life of an activation]
-While a unit's forward runs, what autograd saves is noted, and nothing more. When the next unit begins, each piece of
-memory among it is copied to the host once, however many views of it were saved (q, k and v of one projection). The
-device memory is held until that one is left. Then computing waits for the copy, so whoever gets that memory next writes
-to it after the copy has read it. Backward fetches the activations of the unit before the one that it reaches, and
-autograd frees them node by node, like everything that it saves. The last unit's never leave ([Note: the turn] in
+While a unit's forward runs, the engine only notes what autograd saves. When the next unit begins, each piece of that
+memory is copied to the host once, however many views of it were saved (q, k and v of one projection). The device memory
+is held until the next unit is left. Then computing waits for the copy, so the next user of that memory writes to it
+after the copy has read it. Backward fetches the activations of the unit before the one that it reaches, and autograd
+frees them node by node, like everything that it saves. The last unit's activations never leave ([Note: the turn] in
 policy.py). So about two units' activations are on the device at any time, in forward and in backward; or two members',
 if several modules make a unit: a unit's size is about weights, and its members may save a lot.
 
@@ -17,11 +17,10 @@ if several modules make a unit: a unit's size is about weights, and its members 
       3's                            come back      are used, freed
 
 Memory is identified by its storage, to which only a weak reference is held once it has left the device. Host memory
-goes back to the pool when autograd drops what it saved, in whichever thread that happens, and not before: a graph may
-be run again.
+goes back to the pool when autograd drops the saved tensors, in any thread, and not before: a graph may be run again.
 
 [Note: changes in place]
-The copy on the host is what the memory held when the next unit began. Autograd would refuse a tensor that was changed
+The copy on the host has the values from when the next unit began. Autograd would refuse a tensor that was changed
 after it was saved, so versions are compared once more when the device memory is released; later changes cannot reach
 the copy.
 """
@@ -48,7 +47,7 @@ from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
-# a smaller part of some memory does not take all of it along: a batch in a data set on the device, say
+# a tensor that is a smaller part of its memory does not take all of it along: a batch of a data set on the device, say
 _WASTE = 64
 
 _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
@@ -56,7 +55,7 @@ _Leftover: TypeAlias = tuple[HostBuffer, Tensor | None, Ticket | None]
 
 
 class Stage(enum.Enum):
-    """How far an activation is on its way to the host and back; `Activation` alone changes it."""
+    """How far an activation is on its way to the host and back; only `Activation` changes it."""
 
     DEVICE = enum.auto()
     """It is on the device, where it was computed."""
@@ -76,7 +75,7 @@ class Activation:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version  # version of the tensor when it was saved
         self.stage = Stage.DEVICE
-        # a tensor in its memory: the first one that was saved, without the node that saves it, or what it came back to
+        # a tensor in its memory: the first one that was saved, without the node that saves it, or one that came back
         self.device: Tensor | None = tensor.detach()
         self.charge = charge  # for the memory on the device
         self.host: HostBuffer | None = None  # the copy on the host
@@ -132,7 +131,7 @@ class Activation:
 
 
 class Offloaded(NamedTuple):
-    """What autograd holds in place of an offloaded tensor: how it lies in its memory, wherever that is."""
+    """A stand-in that autograd holds for an offloaded tensor: its layout in its memory, wherever that is."""
 
     activation: Activation
     dtype: torch.dtype
@@ -142,14 +141,14 @@ class Offloaded(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was written to in place, as far as that matters."""
+        """Whether it was written to in place, in the time in which that matters."""
         return self.activation.is_changed
 
 
 class Bundle:
     """Activations that were saved in one call of a unit's member.
 
-    One that stays on the device exists all the same, to tell what backward needs next.
+    A bundle exists even if its activations stay on the device, because it tells what backward needs next.
     """
 
     def __init__(self, member: Member, leaves: bool) -> None:
@@ -198,7 +197,7 @@ class Offloader:
                 self._stats.offloaded_bytes += activation.nbytes
 
     def release_sent(self) -> None:
-        """Free the device memory of what was sent, and host memory that autograd has dropped.
+        """Free the device memory of activations that were sent, and host memory that autograd has dropped.
 
         Computing, not the host, waits for copies.
         """
@@ -260,13 +259,13 @@ class Offloader:
         self._backend.trace.wait(activation.ticket, "activations")
 
     def reach(self, bundle: Bundle) -> None:
-        """Fetch what backward needs now, for the nodes of a call, and what it will need next."""
+        """Fetch the activations that backward needs now, for the nodes of a call, and those that it will need next."""
         with self._lock:
             self.release_sent()
             for needed in (bundle, bundle.before):
                 if needed is None:
                     continue
-                for activation in reversed(needed.alive()):  # what was saved last is used first
+                for activation in reversed(needed.alive()):  # backward uses the last ones first
                     if activation.stage is Stage.HOST:
                         self._fetch(activation)
 
@@ -280,7 +279,7 @@ class Offloader:
         self._stats.fetched_bytes += activation.nbytes
 
     def _reclaim_host_memory(self, landed: bool) -> None:
-        """Give the pool back the host memory of what autograd has dropped; all copies may be known to have landed."""
+        """Return host memory that autograd has dropped to the pool; all copies may be known to have landed."""
         while self._leftovers:
             host, _, ticket = self._leftovers.popleft()
             if ticket is not None and not landed:
@@ -290,7 +289,7 @@ class Offloader:
     def abandon(self) -> None:
         """Return to idle after an exception, when no copy is under way: no call is open, nothing leaves or comes.
 
-        A copy may have failed, so what was leaving stays on the device.
+        A copy may have failed, so activations that were leaving stay on the device.
         """
         with self._lock:
             self.open.clear()

@@ -1,18 +1,19 @@
 """The one place that decides, for each call of a unit, what happens to the tensors that autograd saves.
 
 They are kept, or dropped and recomputed (recompute.py), or offloaded to the host (offload.py). The numbers are the same
-whatever is chosen.
+with any choice.
 
 [Note: auto]
-Under `"auto"` a planner chooses one of these for each unit, between steps. Nobody knows in advance whether what a model
-saves will fit. So units recompute at first, which takes the least memory that is possible without copies. The first
-step warms things up, and makes memory that stays. In the second one, units are measured: what a call saves is there
-when it ends. A call with larger inputs than any that was measured recomputes as well, and is measured.
+Under `"auto"` a planner chooses one of these for each unit, between steps. It cannot be known in advance whether a
+model's activations will fit. So units recompute at first, which takes the least memory that is possible without copies.
+The first step warms up, and allocates memory that stays. The second step measures units: all that a call saves is still
+there when it ends. A call with larger inputs than any that was measured recomputes as well, and is measured.
 
 [Note: the turn]
-Backward begins with the call that was left last, and needs all that it has saved. So that is dropped, or sent to the
-host, only when something else comes first: another call, or backward through one. It is dropped at once where half as
-much or more was saved at the last turn (by a loss over large logits), and under `"auto"`, which has planned the turn.
+Backward begins with the call that was left last, and needs all that it has saved. So these tensors are dropped, or sent
+to the host, only when something else comes first: another call, or backward through one. They are dropped at once where
+half as much or more was saved at the last turn (by a loss over large logits), and under `"auto"`, which has planned the
+turn.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class AutoPolicy:
 
     def __init__(self, second_forwards: SecondForwards, policies: Mapping[str, Policy]) -> None:
         self.policies = policies  # by the names of units; others recompute
-        # policies that members have in this step, as far as they were called
+        # policies of the members that were called in this step
         self.in_use: dict[str, Policy] = {}
-        # most bytes that were taken at the turn, after the last unit's forward: by a loss, say
+        # the most bytes that were taken at the turn, after the last unit's forward: by a loss, say
         self.turn_bytes = 0
-        # most bytes that were saved outside of units elsewhere: by a norm between them, say
+        # the most bytes that were saved outside of units elsewhere: by a norm between them, say
         self.outside_bytes = 0
         self._second_forwards = second_forwards
-        # whether calls that recompute are measured in this step: one came of which nothing was known
+        # whether calls that recompute are measured in this step, because one came that no measurement covers
         self._is_measuring = False
         # footprints of measured calls since a backward has ended
         self._this_pass: dict[str, Footprint] = {}
@@ -61,7 +62,7 @@ class AutoPolicy:
         self._largest_inputs: dict[str, int] = {}
         self._had_backward = False  # whether a pass has ended
         self._is_warm = False  # whether a pass had ended before this step
-        self._operation_bytes = 0  # bytes that operations take besides what is saved
+        self._operation_bytes = 0  # bytes that operations take besides saved tensors
         self._call_input_bytes = 0  # bytes of the inputs of the call under way
 
     # --------------------------------------------------------------------------------------------- what planners read
@@ -92,7 +93,7 @@ class AutoPolicy:
         self.in_use = {}
 
     def begin_call(self, member: Member, inputs: Sequence[Tensor]) -> Policy:
-        """Begin a call with these inputs: measure it if nothing is known of such a call, and return its policy."""
+        """Begin a call with these inputs, measure it if no measurement covers it, and return its policy."""
         # sparse tensors have no `nbytes`
         self._call_input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         policy = self._policy_of(member)
@@ -103,7 +104,7 @@ class AutoPolicy:
         return self.in_use[member.name]
 
     def _policy_of(self, member: Member) -> Policy | None:
-        """Return the policy for the call under way; None if nothing is known of calls with such inputs."""
+        """Return the policy for the call under way; None if no measurement covers calls with such inputs."""
         name = member.name
         is_known = name in self._largest and name not in self._this_pass
         if not is_known or self._call_input_bytes > self._largest_inputs[name]:
@@ -112,7 +113,7 @@ class AutoPolicy:
         return "keep" if policy == "recompute" and not self._is_repeatable(name) else policy
 
     def end_call(self, call: UnitCall) -> None:
-        """Note what a call has taken that may recompute, and of which nothing was dropped yet."""
+        """Note the memory of a call that may recompute, before any of its tensors is dropped."""
         if not self._is_measuring:
             return
         name = call.member.name
@@ -122,7 +123,7 @@ class AutoPolicy:
         self._largest_inputs[name] = max(self._largest_inputs.get(name, 0), self._call_input_bytes)
 
     def end_stretch(self, stretch: Stretch, is_turn: bool) -> None:
-        """Note what a unit's forward or backward has taken, or the turn from one to the other."""
+        """Note the memory that a unit's forward or backward has taken, or the turn from one to the other."""
         if not is_turn:
             self._operation_bytes = max(self._operation_bytes, stretch.operations)
             return
@@ -144,7 +145,7 @@ class AutoPolicy:
 
 
 class Phase(enum.Enum):
-    """Where a pass is; `Activations` alone changes it."""
+    """Where a pass is; only `Activations` changes it."""
 
     FORWARD = enum.auto()
     """No backward has reached a unit's call yet."""
@@ -153,39 +154,37 @@ class Phase(enum.Enum):
 
 
 class LastCall:
-    """What the call that was left last has saved, until it is known whether backward begins with it.
+    """The tensors of the call that was left last, until it is known whether backward begins with it.
 
     See [Note: the turn]. No call waits at first, and never more than one:
 
-        a call is left -----> it waits -----> backward begins with it: what it saved stays
-                                       -----> something else comes: what it saved is dropped, or sent to the host
+        a call is left -----> it waits -----> backward begins with it: its tensors stay
+                                       -----> something else comes: its tensors are dropped, or sent to the host
     """
 
     def __init__(self, offloader: Offloader) -> None:
         self._offloader = offloader
         self._bundle: Bundle | None = None  # of the call that waits; None if none does
-        self._to_drop: ref[UnitCall] | None = None  # that call, if what it saved is to be dropped
+        self._to_drop: ref[UnitCall] | None = None  # that call, if its tensors are to be dropped
 
     def begin_to_wait(self, bundle: Bundle) -> None:
-        """Have a call wait that was left."""
+        """Have a call that was left wait."""
         assert self._bundle is None, "something has come after the call before"
         self._bundle = bundle
 
     def drop_later(self, call: UnitCall) -> None:
-        """Have what the waiting call saved be dropped, if backward does not begin with it."""
+        """Drop the waiting call's tensors if backward does not begin with it."""
         self._to_drop = ref(call)
 
-    def is_of(self, bundle: Bundle) -> bool:
-        """Tell whether this call waits."""
-        return self._bundle is bundle
-
-    def keep(self) -> None:
-        """Keep what the waiting call has saved: backward begins with it."""
-        assert self._bundle is not None
-        self._bundle = self._to_drop = None
+    def reach(self, bundle: Bundle) -> None:
+        """Keep what the waiting call has saved if backward has reached that; otherwise let go of it."""
+        if self._bundle is bundle:
+            self._bundle = self._to_drop = None
+        else:
+            self.let_go()
 
     def let_go(self) -> None:
-        """Drop or send what the waiting call has saved, if there is one: something else comes."""
+        """Drop or send the tensors of the waiting call, if there is one: something else comes."""
         bundle = self._bundle
         call = None if self._to_drop is None else self._to_drop()
         self._bundle = self._to_drop = None
@@ -206,9 +205,9 @@ class Activations:
         backend: Backend,
         stats: Stats,
     ) -> None:
-        # what chooses policies; None if the user has chosen, or if there is no limit to choose by
+        # the object that follows a planner's policies; None if the user has chosen one, or if memory has no limit
         self.auto: AutoPolicy | None = None
-        self.are_kept = policy in ("keep", "auto")  # whether all are, so that nobody has to tell of calls
+        self.are_kept = policy in ("keep", "auto")  # whether all are, so that calls need not be reported
         self.second_forwards = SecondForwards(saved, backend, stats)
         self._is_auto = policy == "auto"
         self._policy: Policy = "keep" if policy == "auto" else policy
@@ -219,18 +218,18 @@ class Activations:
         self._phase = Phase.FORWARD
         self._last_call = LastCall(offloader)
         self._last_bundle: Bundle | None = None  # of the call of this step that was left last
-        # bytes that were saved after the last call, at the turn before; nobody knows at first
+        # bytes that were saved after the last call, at the turn before; unknown at first
         self._saved_at_turn = math.inf
 
     def measure_anew(self, has_limit: bool) -> None:
-        """Measure calls, under `"auto"`, as they may take more than before; what was planned for them holds."""
+        """Under `"auto"`, measure calls again, as they may take more than before. The planned policies stay."""
         if self._is_auto and has_limit:
             policies = {} if self.auto is None else self.auto.policies
             self.auto = AutoPolicy(self.second_forwards, policies)
         self.are_kept = self.auto is None and self._policy == "keep"
 
     def begin_step(self, counts: bool) -> None:
-        """Begin a step; no graph waits for its backward. With `counts`, somebody asks how much memory is held."""
+        """Begin a step; no graph waits for its backward. With `counts`, the meter counts the memory that is held."""
         self._phase = Phase.FORWARD
         self._last_bundle = None
         if self.auto is not None:
@@ -251,7 +250,7 @@ class Activations:
             and torch.is_grad_enabled()
             and not in_backward()
             and self.saved.are_alone()
-            # what `functional_call` lends to a module is gone in backward
+            # a tensor that `functional_call` lends to a module is gone in backward
             and all(entry.is_in_place for entry in member.entries)
         )
 
@@ -265,11 +264,11 @@ class Activations:
             route = "keep"
         self._route = route
         if route == "recompute":
-            self._last_call.let_go()  # or what that holds would count for this call
+            self._last_call.let_go()  # or its tensors would count for this call
             self.saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
-        """Decide about what the current call, which is over, has saved."""
+        """Decide about the tensors that the current call, which is over, has saved."""
         call = self.saved.recording
         self.saved.recording = None
         if not isinstance(call, UnitCall):
@@ -291,9 +290,9 @@ class Activations:
     # ------------------------------------------------------------------------------- any call, and backward through one
 
     def enter(self, member: Member) -> None:
-        """Note that a call has begun, with its weights on the device: what it saves belongs to its unit."""
+        """Note that a call has begun, with its weights on the device: the tensors that it saves belong to its unit."""
         bundle = None
-        if not in_backward():  # what a recomputation saves is used at once
+        if not in_backward():  # backward uses the tensors of a recomputation at once
             self._last_call.let_go()
             if torch.is_grad_enabled():
                 bundle = Bundle(member, leaves=(self._route or self._policy) == "offload")
@@ -311,7 +310,7 @@ class Activations:
 
     @property
     def open_bundle(self) -> Bundle | None:
-        """What the call saves that was entered last and is not left yet; None if nobody has to know."""
+        """The bundle of the call that was entered last and is not left yet; None if its tensors are not recorded."""
         return self._offloader.open[-1] if self._offloader.open else None
 
     def reach(self, bundle: Bundle | None) -> None:
@@ -320,10 +319,7 @@ class Activations:
         self._phase = Phase.BACKWARD
         if bundle is None:
             return
-        if self._last_call.is_of(bundle):
-            self._last_call.keep()
-        else:
-            self._last_call.let_go()
+        self._last_call.reach(bundle)
         self._offloader.reach(bundle)
 
     def end_backward(self) -> None:

@@ -1,18 +1,18 @@
-"""Recomputation: a unit's forward runs again in backward, so that what it saves need not be held.
+"""Recomputation: a unit's forward runs again in backward, so that its saved tensors need not be held.
 
 [Note: decided when a call is over]
-While a unit's forward runs, everything that autograd saves is held. Only when the call is over, and all of it has been
-seen, is it decided whether to drop these tensors and keep the inputs alone. So nothing has to be known in advance
-about what a forward must not do twice: one that changes its inputs in place, or appends to a list, keeps what it has
-saved, from its first call on. The peak is the same as if tensors had been dropped at once, because backward needs a
-whole unit as well. `torch.utils.checkpoint` around a unit would have to decide at the beginning.
+While a unit's forward runs, everything that autograd saves is held. The engine decides only when the call is over, and
+all of it has been seen, whether to drop these tensors and keep the inputs alone. So it need not know in advance what a
+forward must not do twice: a forward that changes its inputs in place, or appends to a list, keeps its saved tensors
+from its first call on. The peak is the same as if tensors had been dropped at once, because backward needs a whole unit
+as well. `torch.utils.checkpoint` around a unit would have to decide at the beginning.
 
 [Note: run again]
-Backward asks for the first tensor that was dropped. The unit is called again, through its gate, as a user's own
-checkpoint would call it: with the same inputs, and what contract.py promises. The tensors that the second forward
-saves take the place of the dropped ones, in the same order, and the forward ends as soon as none is missing: but for
-the first two times, in which what it returns is compared with what the first one has returned. The graph of the second
-forward is thrown away; gradients flow through the first.
+Backward asks for the first tensor that was dropped. The engine calls the unit again, through its gate, as a user's own
+checkpoint would call it: with the same inputs, and the promises of contract.py. The tensors that the second forward
+saves take the place of the dropped ones, in the same order, and the forward ends as soon as none is missing. The first
+two times it runs to its end, and its output is compared with that of the first forward. The graph of the second forward
+is thrown away; gradients flow through the first.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from sp_lightning.pipeline.torch_private import (
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Life, Twin, outdated_graph_error
 
-# After so many looks in a row that find no change, a member's calls are not looked at any more; and so many times,
-# outputs of second forwards are compared with those of the first. A first call may make things that are used from then
-# on; what a later one changes is a habit.
+# After this many looks in a row that find no change, a member's calls are not looked at any more. Outputs of second
+# forwards are compared with those of the first this many times. A first call may make things that are used from then
+# on; a change in a later call is a habit.
 _LOOKS = 2
 
 
 class SecondForwards:
-    """What calls have shown about running forwards again."""
+    """The findings from calls about running forwards again."""
 
     def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
         self.saved = saved
@@ -65,7 +65,7 @@ class SecondForwards:
         self.clean_looks: Counter[str] = Counter()
         # second forwards whose outputs were compared with the first's
         self.comparisons: Counter[str] = Counter()
-        # members for which something was in the way; they keep what they save from then on
+        # members for which something was in the way; they keep their saved tensors from then on
         self.unrepeatable: set[str] = set()
 
 
@@ -73,7 +73,7 @@ class UnitCall:
     """One call of a member: what its forward saved, and how to run it again.
 
     It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run; and
-    to the member, on which a graph may be kept (see [Note: what nodes hold] in graphs.py).
+    to the member, on which a graph may be kept (see [Note: what nodes hold] in nodes.py).
     """
 
     def __init__(self, shared: SecondForwards, member: Member, args: Args, kwargs: Kwargs) -> None:
@@ -95,27 +95,27 @@ class UnitCall:
             self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
         # numbers of the outputs; None unless the second forward's are compared with them
         self._outputs: list[Tensor] | None = None
-        # what the first forward has saved and the second has not yet
+        # tensors that the first forward has saved and the second has not yet
         self._gaps: Iterator[ref[Kept]] = iter(())
         self._missing = 0  # dropped tensors that the second forward has not saved yet
 
     @property
     def member(self) -> Member:
-        """The member, unless the module was detached, or attached anew, since."""
+        """The member, unless the module was detached, or attached again, since."""
         member = self._member()
         if member is None:
             raise outdated_graph_error("what a unit has saved")
         return member
 
     def _alive(self) -> list[Kept]:
-        """Return what autograd still needs of it, in order."""
+        """Return the saved tensors that autograd still needs, in order."""
         entries = (reference() for reference in self.saved)
         return [kept for kept in entries if kept is not None]
 
     # ------------------------------------------------------------------------------------------------ first forward
 
     def conclude(self, output: Any, warns: bool) -> None:
-        """Decide, when the forward is over, whether what it saved can be recomputed, and is worth it."""
+        """Decide, when the forward is over, whether recomputing its tensors is possible, and worth it."""
         self.may_be_dropped = self._is_worth_it(output) and self._is_repeatable(warns)
         if self._look is not None:
             self._shared.stats.host_syncs += self._shared.backend.device.type != "cpu"
@@ -136,23 +136,23 @@ class UnitCall:
         return Footprint(held, saved, large, held + saved, self.may_be_dropped)
 
     def drop(self) -> None:
-        """Drop what autograd still needs of it, if it can be recomputed."""
+        """Drop the tensors that autograd still needs, if they can be recomputed."""
         if self.may_be_dropped:
             for kept in self._alive():
                 kept.drop()
 
     def _is_worth_it(self, output: Any) -> bool:
-        """Tell whether dropping what was saved would free memory, and hide nothing."""
+        """Tell whether dropping the saved tensors would free memory, and hide nothing."""
         kept = self._alive()
         if any(entry.is_changed for entry in kept):
             return False  # such a change must raise in backward, as it does in plain training
         saved = [storage_key(entry.tensor) for entry in kept if entry.tensor is not None]
-        hidden: list[Any] = []  # of such an output, the second forward's cannot be compared with it
+        hidden: list[Any] = []  # an output with hidden objects cannot be compared with that of the second forward
         held_anyway = self._inputs.storages.union(map(storage_key, tensors_in(output, hidden)))
         return not hidden and not held_anyway.issuperset(saved)
 
     def _is_repeatable(self, warns: bool) -> bool:
-        """Tell whether the forward can run again; a member of which this was tried often enough is asked no more."""
+        """Tell whether the forward can run again; members for which this was tried often enough are not tried again."""
         name = self.member.name
         shared = self._shared
         obstacle = self._obstacle()
@@ -171,7 +171,7 @@ class UnitCall:
         return obstacle is None
 
     def _obstacle(self) -> str | None:
-        """Return what the forward has done that keeps it from running again, in words; None if it has not."""
+        """Return the reason, as a phrase, why the forward cannot run again; None if it can."""
         modules = list(self.member.module.modules())
         if any(module._forward_pre_hooks or module._forward_hooks for module in modules):
             return "has forward hooks"
@@ -197,7 +197,7 @@ class UnitCall:
         return None if self._look is None else self._look.obstacle()
 
     def _state_of_module(self, twins: Iterable[Twin]) -> list[Any]:
-        """Return what changes with a weight: its leaf (if no longer lowered), and its values."""
+        """Return all that changes with a weight: its leaf (if no longer lowered), and its values."""
         with without_torch_function():
             return [
                 [(id(twin.parameter), twin.version()) for twin in twins],
@@ -210,7 +210,7 @@ class UnitCall:
         """Run the forward again until every dropped tensor that is still needed has been recomputed."""
         shared = self._shared
         member = self.member
-        # the lowered twin where a weight is no longer lowered: of the other one, autocast would save its own cast
+        # the lowered twin where a weight is no longer lowered: for the other one, autocast would save its own cast
         twins = [twin if twin.life is Life.IN_GRAPHS else twin.weight.twin for twin in self._twins]
         are_changed = self._inputs.are_changed or self._surroundings.are_changed
         if are_changed or self._state_of_module(twins) != self._state:
@@ -261,12 +261,12 @@ class UnitCall:
         shared.backend.trace.begin_computing(Kind.BACKWARD, member.unit_name)
 
     def _cannot(self, reason: str) -> RuntimeError:
-        """Have later calls of the member hold what they save; return the error for this one."""
+        """Have later calls of the member hold their saved tensors; return the error for this one."""
         self._shared.unrepeatable.add(self.member.name)
         return RuntimeError(f"{reason}. Use `activations='keep'` or `'offload'`, or change it after backward.")
 
     def _fill_gap(self, tensor: Tensor) -> Tensor:
-        """Have what the second forward saves, in order, take the place of what was dropped."""
+        """Put the tensors of the second forward, in order, in place of the dropped ones."""
         reference = next(self._gaps, None)
         kept = None if reference is None else reference()
         tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)

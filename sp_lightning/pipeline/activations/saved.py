@@ -2,13 +2,13 @@
 
 Autograd saves a weight as the Parameter, as a view of it (`W.t()`) or not at all, depending on the operation. Every
 tensor that shares memory with a twin is replaced by a handle. When backward unpacks a handle, it first makes sure that
-the weight is on the device. So a slot may be given away between forward and backward, and backward heals what it finds
-missing.
+the weight is on the device. So the engine may give a slot away between forward and backward, and backward brings a
+weight that is missing.
 
-Saved-tensor hooks switch off autograd's own check for in-place changes, so it is done here, for weights and for
-everything else. Autograd calls only the innermost pair of hooks, so what is not a weight is passed on to the pair
-below. A checkpoint gets weights, too: it runs a forward again when the first tensor is asked for and stops after the
-last one, and backward reads weights as they are then.
+Saved-tensor hooks switch off autograd's own check for in-place changes. So the engine does that check, for weights and
+for everything else. Autograd calls only the innermost pair of hooks, so the engine passes tensors that are not weights
+on to the pair below. A checkpoint gets weights, too: it runs a forward again when the first tensor is asked for and
+stops after the last one, and backward reads weights as they are then.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import SavedTensorHooks, storage_key, top_saved_tensor_hooks
-from sp_lightning.pipeline.weights.handles import Handle
-from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
+from sp_lightning.pipeline.weights.weight import Handle, Twin, outdated_graph_error
 
 
 class Recording(Protocol):
@@ -40,7 +39,7 @@ class Recording(Protocol):
 
 
 class _Backward(Protocol):
-    """What brings weights for backward."""
+    """The object that brings weights for backward."""
 
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
@@ -99,7 +98,7 @@ class SavedTensors:
     def __init__(self, meter: Meter, offloader: Offloader) -> None:
         self.meter = meter
         self.twins: dict[int, Twin] = {}  # by the identity of their memory
-        # the call under way; None if nothing that it saves is to be dropped
+        # the call under way; None if none of its tensors is to be dropped
         self.recording: Recording | None = None
         self.backward: _Backward | None = None
         self._offloader = offloader
@@ -107,8 +106,8 @@ class SavedTensors:
     def pushed(self) -> AbstractContextManager[Any]:
         """Return a scope in which the hooks are pushed, if they are not on top already.
 
-        They are even while grad mode is off. A validation step may switch it on, and then not only calls of units save
-        weights: a double backward does, too.
+        This happens even while grad mode is off. A validation step may switch it on, and then not only calls of units
+        save weights: a double backward does, too.
         """
         outer = top_saved_tensor_hooks()
         if outer is None:
@@ -119,12 +118,12 @@ class SavedTensors:
         return saved_tensors_hooks(partial(self._pack_over, outer), self.unpack)
 
     def are_alone(self) -> bool:
-        """Tell whether no other hooks, a user's or a checkpoint's, decide what is saved now."""
+        """Tell whether no other hooks, a user's or a checkpoint's, decide about saved tensors now."""
         outer = top_saved_tensor_hooks()
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def close(self) -> None:
-        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see graphs.py)."""
+        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see nodes.py)."""
         self.twins = {}
         self.backward = None
 
@@ -134,7 +133,7 @@ class SavedTensors:
         return None if twin is None else Handle(twin, tensor)
 
     def pack(self, tensor: Tensor) -> Handle | Offloaded | Kept:
-        """Return what autograd saves in place of a tensor."""
+        """Return the object that autograd saves in place of a tensor."""
         twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
         if twin is not None:
             return Handle(twin, tensor)
@@ -142,9 +141,9 @@ class SavedTensors:
         return offloaded or Kept(tensor, self.meter, self.recording)
 
     def _pack_over(self, outer: SavedTensorHooks, tensor: Tensor) -> Handle | Callable[[], Tensor]:
-        """Return what autograd saves where other hooks were on top, which get everything that is not a weight.
+        """Return the object that autograd saves where other hooks were on top; these get all tensors but weights.
 
-        A weight may leave the device before backward, which they cannot know; only a checkpoint does not keep it.
+        A weight may leave the device before backward, and other hooks cannot know; only a checkpoint does not keep it.
         """
         pack, unpack = outer
         if getattr(pack, "__module__", "") == "torch.utils.checkpoint":

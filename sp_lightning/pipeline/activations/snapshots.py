@@ -1,11 +1,11 @@
-"""Looks at what a unit has and is given, around its first forwards: does a forward change what a second one would read?
+"""Looks at a unit's state and arguments, around its first forwards: does a forward change what a second one would read?
 
 [Note: what a look compares]
 A look compares numbers and texts, at any depth of tuples, lists, dicts, sets, partials, methods, and objects that are
 nothing but their attributes. It compares tensors by identity and version, and small ones by their numbers, too, as
 kernels write to running statistics without a version. Classes, functions, enums, weak references, loggers and torch's
 operators stand for themselves. Everything else counts as changed, as does a value that leads to too many others. So a
-look reads no memory map and no data set, and a kind that nobody has thought of is on the safe side.
+look reads no memory map and no data set, and a kind that is not listed here is on the safe side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ numpy: Any = sys.modules["numpy"]  # torch imports it
 _SMALL_BUFFER = 1 << 19  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED = 1 << 16  # bytes of a tensor, or of an array
 _PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}
-# kinds whose objects may have a state in which no forward is interested, or that nobody sees
+# kinds whose objects may have a state that no forward reads, or that no code sees
 _BY_IDENTITY = (
     type, enum.Enum, ModuleType, FunctionType, logging.Logger, torch._ops.OperatorBase, torch._ops.OpOverloadPacket,
     ref, fx.Graph, numpy.number, numpy.bool_,
@@ -45,7 +45,7 @@ _CALLABLES = (partial, MethodType, BuiltinFunctionType)
 
 
 def may_change(value: Any) -> bool:
-    """Tell whether what is given to a unit may be another until backward, whoever changes it."""
+    """Tell whether an argument of a unit may change until backward, by any code."""
     kind = type(value)
     if kind in _CALLABLES:
         return any(map(may_change, gc.get_referents(value)))
@@ -56,23 +56,23 @@ def may_change(value: Any) -> bool:
 
 
 class Snapshot:
-    """A look at modules and at what their call is given, before a forward ([Note: what a look compares])."""
+    """A look at modules and at the arguments of their call, before a forward ([Note: what a look compares])."""
 
     def __init__(self, modules: Sequence[nn.Module], given: Sequence[Any]) -> None:
         self._modules = modules
-        # what may change is not looked at: a unit that is given such a thing keeps what it saves anyway
+        # arguments that may change are not looked at: a unit that gets one keeps its saved tensors anyway
         self._given = [value for value in given if not may_change(value)]
         self._seen: list[Any] = []  # objects in pictures; holding them keeps their identities from being given again
         self._before = dict(self._read())
 
     def obstacle(self) -> str | None:
-        """Return what keeps the forward, which is over, from running again, as a phrase; None if nothing was seen."""
+        """Return the reason, as a phrase, why the forward that is over cannot run again; None if none was seen."""
         after = dict(self._read())
         changed = [key for key in {**self._before, **after} if self._before.get(key) != after.get(key)]
         return changed[0][1] if changed else None
 
     def _read(self) -> Iterator[tuple[tuple[int, str], object]]:
-        """Yield pictures by a number and what a difference means."""
+        """Yield pictures, each with a number and the meaning of a difference."""
         generators = pickle.dumps((random.getstate(), numpy.random.get_state()))
         yield (0, "draws random numbers that are not torch's"), generators
         yield (0, "changes what it is given"), self._digest([*self._given])
@@ -88,7 +88,7 @@ class Snapshot:
                     yield (number, difference), self._digest([value])
 
     def _digest(self, waiting: list[Any]) -> object:
-        """Return what values hold, to be compared; an object that is equal to no other if that cannot be known."""
+        """Return the contents of values, to be compared; if they are unknown, an object that is equal to no other."""
         picture: list[object] = []
         self._seen.append(waiting)
         known = set(map(id, self._modules))
@@ -113,7 +113,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _parts_of(value: Any) -> list[Any] | None:
-    """Return what an object holds; None if it may hold anything else."""
+    """Return all that an object holds; None if it may hold anything else."""
     kind = type(value)
     if isinstance(value, CopiedPlainly):
         return [version_of(value)]
@@ -146,6 +146,6 @@ def is_small_buffer(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a tensor's version; that of a master once what is under way with it is done, as for any other reader."""
+    """Return a tensor's version. For a master, this waits until the work on it is done, as it does for any reader."""
     with without_torch_function() if isinstance(tensor, TwinParameter) else nullcontext():
         return 0 if tensor.is_inference() else tensor._version

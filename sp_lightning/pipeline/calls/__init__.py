@@ -1,1 +1,1 @@
-"""What surrounds the calls of modules: gates, steps, backward passes, graphs, and the guard of weights."""
+"""The calls of modules and their surroundings: gates, steps, backward passes, graphs, and the guard of weights."""

@@ -1,6 +1,6 @@
 """Backward passes: how the engine notices one, follows it through the units, and ends it.
 
-Autograd does not tell a module that backward has reached it. There are signs of it: a node that made a unit's output is
+Autograd does not tell a module that backward has reached it, but there are signs: a node that made a unit's output is
 about to run, a saved weight is unpacked, a checkpoint recomputes a unit, a gradient arrives. The first sign opens the
 pass; the callback that autograd runs after the last node closes it.
 """
@@ -45,7 +45,7 @@ class BackwardEvents(Protocol):
         """Follow the end of a backward pass, which may have brought gradients."""
 
     def abandon_backward(self, is_running: bool) -> None:
-        """Follow an exception that has ended a backward pass, or what came after it."""
+        """Follow an exception that has ended a backward pass, or the work after it."""
 
 
 class BackwardPass:
@@ -125,12 +125,13 @@ class BackwardPass:
 
     def _collect(self, weight: Weight, leaf: Tensor) -> None:
         with without_torch_function():
-            self.note_sign()
+            if not self.running or self._callback() is None:
+                self.note_sign()
             gradient: Tensor | None = GRADIENT.__get__(leaf)
             GRADIENT.__set__(leaf, None)
             if gradient is None or not weight.master.requires_grad:  # frozen since the forward
                 return
-            # A backward inside of the one that opened the pass, as of a reentrant checkpoint, may not be the last.
+            # A backward inside the one that opened the pass (a reentrant checkpoint's, say) may not be the last.
             self._stream.collect(weight, gradient, is_last=graph_task() == self._task)
 
     def allow_gradients_of_masters(self) -> None:
@@ -170,7 +171,7 @@ class BackwardPass:
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()
-        self._graphs.clear()  # they are not done: who still holds one may run backward again
+        self._graphs.clear()  # they are not done: code that still holds one may run backward again
         self._events.abandon_backward(self.running)
         self._stream.abandon()
         self.running = False

@@ -1,4 +1,4 @@
-"""Scopes of steps, and the calls of modules in them: which call opens a step, which enters a unit, who may compute.
+"""Scopes of steps and the calls of modules in them: which call opens a step or enters a unit, which thread may compute.
 
 story.py tells what happens at each event.
 """
@@ -50,9 +50,9 @@ class Calls:
         """Open a scope; the outermost one begins a step, or continues the backward of the last one."""
         graphs = self._story.graphs
         if graphs.scopes == 0:
-            # Torch tells nobody of an optimizer step that ended with an exception.
+            # Torch does not report an optimizer step that ended with an exception.
             optimizer_steps.depth = 0
-        # An optimizer may call a closure that computes, also one that torch's step hooks do not see.
+        # An optimizer may call a closure that computes, also an optimizer that torch's step hooks do not see.
         with optimizer_waits():
             if graphs.scopes == 0:
                 self._begin_scope(look_for_new_parameters, continues_last_step)

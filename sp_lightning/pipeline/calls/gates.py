@@ -7,13 +7,13 @@ evaluation) look for hooks and compute other numbers when they see some, `always
 `block.compile()` compiles hooks into the graph, and a deepcopy of the module takes them along. An attribute of the
 instance would do it, too, but `block.compile()` and shallow copies pass it by.
 
-The subclass is always on top: `module.__class__` is the class below it, and that is what changes when one is assigned.
-So parametrizations come and go as ever, which torch keeps in a class that it puts below. Copies and pickles of a gate
-are plain modules.
+The subclass is always on top: `module.__class__` is the class below it, and an assignment changes that class. Torch
+keeps parametrizations in a class that it puts below, so they come and go as usual. Copies and pickles of a gate are
+plain modules.
 
-Nobody hears of these subclasses: no metaclass that wants arguments or counts calls, no `__init_subclass__` that keeps a
-registry or raises. And they derive from the plain class alone, so whatever the memory of its instances looks like
-(`Generic`, `ABC`, `__slots__` or `dict` among the bases), Python lets an instance change between the two.
+No other code is told of these subclasses: no metaclass that wants arguments or counts calls, no `__init_subclass__`
+that keeps a registry or raises. They derive from the plain class alone. So Python lets an instance change between the
+two, whatever its layout in memory (`Generic`, `ABC`, `__slots__` or `dict` among the bases).
 
 [Note: what is in a graph]
 `torch.compile` sees the call of a unit's module, including the user's hooks, and nothing of the engine, because the
@@ -21,11 +21,11 @@ gate is around it. Weights are inputs of the graph. So units that are alike shar
 costs a compilation.
 
 [Note: steps that stay open]
-A call begins a step, and what follows belongs to it, up to its backward or an optimizer's step. This is for loops whose
-steps nobody declares, as Fabric's are. Between a model's call and its backward they compute losses from weights, and
-gradients of gradients, for which a step has to be open. The hooks for saved tensors of several models are one stack of
-the thread, so the steps of all models end together. For the same reason a call within a user's own hooks (a
-checkpoint's, say) leaves nothing open: these end before.
+A call begins a step, which lasts until its backward or an optimizer's step. This is for loops that declare no steps,
+such as Fabric's. Between a model's call and its backward they compute losses from weights, and gradients of gradients,
+for which a step has to be open. The saved-tensor hooks of several models share one stack of the thread, so the steps of
+all models end together. For the same reason a call within a user's own hooks (a checkpoint's, say) leaves no step open:
+these hooks end before.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 class _EndOfMaking(Exception):
-    """Ends the making of a class early: the rest of it is not wanted."""
+    """Stops Python from finishing a class: the rest of it is not wanted."""
 
 
 class _Catch:
-    """An attribute of a class that is being made, which gets hold of the class, and ends its making there.
+    """An attribute that gets hold of the class in which it is defined, and stops Python from finishing it.
 
     Python tells a class's attributes of it once it is whole (`__set_name__`), and its bases (`__init_subclass__`) next.
     """
@@ -175,8 +175,8 @@ def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 def compiled_call(module: nn.Module, arguments: Mapping[str, Any]) -> Operation | None:
     """Return the module's call, compiled when it first runs; None where users compile it, or nothing can be fused.
 
-    It is what `module.compile(**arguments)` would leave on the module. What the user compiled stays as it is. A lone
-    layer of torch (an embedding, a head, an LSTM) is one operation, with nothing to fuse.
+    It is what `module.compile(**arguments)` would leave on the module. A module that the user compiled stays as it is.
+    A lone layer of torch (an embedding, a head, an LSTM) is one operation, with nothing to fuse.
     """
     is_lone_layer = type(module).__module__.startswith("torch.nn.") and not any(module.children())
     if is_lone_layer or without_compile(module) is not module or isinstance(module, torch.jit.ScriptModule):
@@ -201,7 +201,7 @@ def _prepare_to_be_compiled() -> None:
 
 
 def _drain_backends() -> None:
-    """Finish work on the host: nothing may be stepped meanwhile."""
+    """Finish work on the host: no optimizer step may run meanwhile."""
     for backend in list(_backends):
         backend.drain()
 

@@ -1,22 +1,22 @@
-"""The guard: whoever touches a weight outside of its unit finds it finished, or gets it on the device.
+"""The guard intercepts access to a weight outside its unit: it finishes the weight, or serves it on the device.
 
 Masters have a class with `__torch_function__` from attach to detach, and the guard has two verbs.
 
-*Between steps, settle.* After a backward or an optimizer step, gradients may still be on their way, and weights still
-be stepped. The first access to any master waits for all of it, so nobody sees half a step, and only code that looks has
-to wait.
+*Between steps, settle.* After a backward or an optimizer step, gradients may still be on their way, and the optimizer
+may still update weights. The first access to any master waits for all of it, so no code sees half a step, and only code
+that looks has to wait.
 
 *In a step, serve.* `F.linear(x, self.emb.weight)`, an L2 penalty over `self.parameters()`, a parent that reads a weight
 of its child, `module.forward(x)` called past `__call__`: none of these enters a unit, so the module tree holds masters,
-which lie on the host. An operation on one gets the weight on the device, in memory of its own, so that this step is
-right; from when weights are placed next it is a device parameter. The same goes for a weight that autocast lowers and
-that is used in its own dtype, too (autocast.py): it is sent in that from then on. Reading attributes and
-writing in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, so does all that happens while an
-optimizer steps. But while the module tree has the leaf in place of the master, the leaf is the weight, whatever is done
-with the master ([Note: one weight, two Parameters] in leaf.py).
+which are on the host. An operation on one gets the weight on the device, in memory of its own, so that this step is
+right. Once weights are placed again, that weight is a device parameter. The same goes for a weight that autocast lowers
+and that is used in its own dtype, too (autocast.py): it is sent in that dtype from then on. Operations that read
+attributes or write in place (`p.grad`, `p.data.clamp_()`, `p.copy_()`) still mean the master, and so do all operations
+while an optimizer steps. But while the module tree has the leaf in place of the master, the leaf is the weight,
+whatever is done with the master ([Note: one weight, two Parameters] in leaf.py).
 
-*In backward, refuse what is too late.* A unit may be stepped there as soon as its gradients are complete. Nobody can
-read the weights of this step any more then: it raises.
+*In backward, refuse late reads.* The optimizer may update a unit there as soon as its gradients are complete. The
+weights of this step are gone then, so reading them raises an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
 class Guard:
-    """Guards the masters of an engine's weights, and decides what follows from accesses to them."""
+    """Guards the masters of an engine's weights, and decides what an access to them leads to."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Guard:
         has_begun = update.to_begin is None
         if update.ticket is not None and has_begun:
             update.ticket.join()  # a step that was under way fails in the fork
-        # Memory that is sent to an accelerator is hidden from forks; what processes share changes while one reads it.
+        # Memory that is sent to an accelerator is hidden from forks; memory that processes share changes during reads.
         is_own = self.device.type == "cpu" and self._processes is None
         if not (is_own and has_begun) or weight.twin.is_touched():
             raise RuntimeError(f"Weight {weight.name!r} cannot be read here. {FORKED}")
@@ -148,8 +148,7 @@ class Guard:
             if weight.lowered:
                 self._arrangement.learned.casts.note_as_is(weight)
                 self.make_resident(weight)
-            if weight.twin.parameter.requires_grad != weight.master.requires_grad:
-                self._backward.follow_requires_grad(weight.twin)
+            self._backward.follow_requires_grad(weight.twin)
             unit = weight.twin.unit
             is_there = unit.presence.residency is not Residency.ABSENT and (unit.users > 0 or weight.unit.is_reached)
             if not (unit.resident or is_there):

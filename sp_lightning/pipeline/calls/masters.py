@@ -1,6 +1,6 @@
 """The class of masters: it sees operations on them, and finds out which object of the weight each operation means.
 
-What follows from an operation that means a master, or the weight on the device, is the guard's to say (guard.py).
+The guard decides how to run an operation that means a master, or the weight on the device (guard.py).
 """
 
 from __future__ import annotations

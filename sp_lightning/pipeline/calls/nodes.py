@@ -1,8 +1,8 @@
 """The nodes of graphs: those that announce a backward to the calls that made them, and those that stand for weights.
 
 [Note: what nodes hold]
-A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold, so
-the module would never be freed if that led to it: nodes refer to the engine's objects weakly.
+A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold. A
+reference from a node to the module would therefore keep it alive, so nodes refer to the engine's objects weakly.
 
 [Note: before backward]
 Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
@@ -30,7 +30,7 @@ from sp_lightning.pipeline.torch_private import tensor_hooks, without_torch_func
 from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
-GRADIENT: Any = Tensor.grad  # a leaf's own, where its class answers with its master's
+GRADIENT: Any = Tensor.grad  # the leaf's own gradient; its class would answer with the master's
 
 
 def nodes_of(outputs: list[Tensor]) -> list[Node]:
@@ -50,7 +50,7 @@ def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since:
 
     A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
     whose weights would have to make room for this call's at the very moment at which they are needed. So `since` is the
-    number of calls when this one began, and `now` that of all.
+    number of calls when this one began, and `now` is the number of calls so far.
     """
     for node in set(nodes):
         metadata: Any = node.metadata  # a dictionary, not a method as typed
@@ -59,7 +59,7 @@ def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since:
 
 
 def edges_of(weight: Weight) -> list[Any]:
-    """Return a weight's edges in graphs; leaves may have a class of their own, so they would not do."""
+    """Return a weight's edges in graphs. Its leaves will not do: they may have a class of their own."""
     with without_torch_function():
         leaves = [twin.parameter for twin in (weight.twin, *weight.twins_in_graphs) if twin.parameter.requires_grad]
         if weight.master.requires_grad and leaves:
@@ -103,7 +103,13 @@ class CallToCome:
         bundle: The activations that it has offloaded; None if none have to return.
     """
 
-    def __init__(self, member: Member, graph: Graph, needed: Sequence[Unit], bundle: Bundle | None) -> None:
+    def __init__(
+        self,
+        member: Member,
+        graph: Graph,
+        needed: Sequence[Unit],
+        bundle: Bundle | None,
+    ) -> None:
         self.member = weakref.ref(member)
         self.graph = graph
         self.needed = needed

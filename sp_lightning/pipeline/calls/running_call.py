@@ -3,8 +3,8 @@
 [Note: what a custom Function keeps]
 `ctx.weight = weight` passes the hooks for saved tensors by, so nothing brings the weight back when backward reads it.
 But the Function's own node reads it. So each call of a unit collects the nodes of the Functions that are applied in it.
-Backward announces itself there, wherever the Function's output goes. And a unit in whose call a Function was applied is
-stepped only when backward has left it, as the Function may have any of its weights: within a list, or a module.
+Backward announces itself there, wherever the Function's output goes. If a Function was applied in a unit's call, the
+optimizer updates the unit only after backward has left it: the Function may hold any weight, in a list or a module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ class RunningCall:
         nodes: The nodes of custom Functions that were applied in it.
     """
 
-    def __init__(self, member: Member, needed: Sequence[Unit], number: int, places: dict[int, Twin]) -> None:
+    def __init__(
+        self,
+        member: Member,
+        needed: Sequence[Unit],
+        number: int,
+        places: dict[int, Twin],
+    ) -> None:
         self.member = member
         self.needed = needed
         self.number = number

@@ -156,7 +156,7 @@ class Story:
     def enter_call(self, member: Member) -> RunningCall:
         """Bring what a call needs, put leaves in place of masters, and return the call.
 
-        What may raise comes first: the call has not begun then, and the user may go on with the step.
+        The parts that may raise come first: the call has not begun then, and the user may go on with the step.
         """
         is_backward = in_backward()
         with self.at_work:
@@ -311,7 +311,7 @@ class Story:
         self.relax_guard()
 
     def abandon_backward(self, is_running: bool) -> None:
-        """Follow an exception that has ended a backward pass, or what came after it."""
+        """Follow an exception that has ended a backward pass, or the work after it."""
         if is_running and self._stream.averages is not None:
             # Otherwise other processes would wait for this one's part of the pass.
             self._stream.averages.abandon_pass()
@@ -319,7 +319,7 @@ class Story:
         self._optimizers.abandon()
 
     def add_up_with_others(self) -> None:
-        """Add gradients up with those of other processes, if there are any, and this is no pass of this one's own."""
+        """Add gradients up with those of other processes, if the model is trained by several."""
         averages = self._stream.averages
         if averages is not None:
             with self.at_work:

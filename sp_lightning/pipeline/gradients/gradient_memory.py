@@ -1,4 +1,4 @@
-"""Memory for the gradients of one unit: beside its masters, in a staging buffer, or in a landing buffer."""
+"""Memory for the gradients of one unit: next to its masters, in a staging buffer, or in a landing buffer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class GradientMemory:
 class MemoryBesideMasters:
     """The host memory that gradients of a segment stay in, made when first needed.
 
-    The device writes gradients there as they came. If these are in other dtypes than their masters, sums take the
-    memory's place, and from then on also the first gradients of a step go there, through a landing buffer.
+    The device writes gradients there as they came. If these are in other dtypes than their masters, memory for sums
+    replaces it, and from then on the first gradients of a step go there, too, through a landing buffer.
 
     Attributes:
         memory: The memory, with or without gradients in it; None if there is none.
@@ -57,7 +57,7 @@ class MemoryBesideMasters:
         return self.memory
 
     def release(self) -> None:
-        """Release the memory; gradients in it keep it."""
+        """Release the memory; gradients in it keep it alive."""
         self._masters.release_companion("gradients")
         self.forget()
 
@@ -67,7 +67,7 @@ class MemoryBesideMasters:
         self.has_sums = False
 
     def contains(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in the memory; one without elements lies nowhere else."""
+        """Tell whether a tensor is in the memory; a tensor without elements counts as being there."""
         if self.memory is None:
             return False
         start = self.memory.bytes.data_ptr()
@@ -78,7 +78,7 @@ class LandingBuffer(GradientMemory):
     """Memory on the host, through which gradients of one unit after the other pass.
 
     Attributes:
-        users: The number of users: who has reserved it, or has gradients in it or on their way into it.
+        users: The number of users, each of which has reserved it, or has gradients in it or on their way into it.
         turn: The number of its last reservation among those of all buffers.
         last_reader: The last job that reads it; None if there was none.
     """
@@ -105,7 +105,7 @@ class LandingBuffer(GradientMemory):
         self.last_reader = job
 
     def release_after_exception(self) -> None:
-        """Free the buffer, whoever has reserved it."""
+        """Free the buffer, whichever job has reserved it."""
         self._awaits_reader = False
         self.users = 0
 

@@ -1,7 +1,7 @@
 """Landing buffers: pinned host memory through which gradients pass on their way into a sum or into the optimizer.
 
-There are few, of the sizes of the largest units. Where gradients may wait on the device as the host lacks room, there
-are three, of which one alone is as large as the two largest units: these are often an embedding and a head.
+There are few, of the sizes of the largest units. Where gradients may wait on the device because the host lacks room,
+there are three. Only one of these is as large as the two largest units, which are often an embedding and a head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes
 from sp_lightning.pipeline.weights.segment import GradientLayout, gradient_bytes
-from sp_lightning.pipeline.weights.weight import Weight
 
 _UNITS_PER_BUFFER = 5  # the number of buffers limits how far the optimizer may fall behind
 # Where gradients wait, the optimizer reads one buffer, one has landed, and one is on its way.
@@ -56,7 +55,7 @@ class LandingBuffers:
     def size_for(self, units: Sequence[Unit]) -> None:
         """Size the buffers for these units; they are made when the first one is needed."""
         self._arriving_bytes = [gradient_bytes(unit.weights) for unit in units]
-        self._sum_bytes = [max(gradient_bytes(unit.weights), _bytes_of_sums(unit.weights)) for unit in units]
+        self._sum_bytes = [gradient_bytes(unit.weights, are_sums=True) for unit in units]
         self._waiting.landing_bytes = sum(three_buffers(self._sum_bytes))
 
     def make_room(self, nbytes: int) -> None:
@@ -74,7 +73,7 @@ class LandingBuffers:
             return buffer
 
     def reserve(self, nbytes: int) -> LandingBuffer:
-        """Return a large enough buffer, which is free once its last reader is done. The caller has reserved no other.
+        """Return a large enough buffer, which is free once its last reader is done. The caller must hold no other.
 
         This blocks only if buffers have to grow.
         """
@@ -123,16 +122,16 @@ class LandingBuffers:
         return sum(buffer.bytes.nbytes for buffer in self._buffers)
 
     def free_memory(self) -> None:
-        """Free the memory, when no copy is under way; tensors in it keep it."""
+        """Free the memory, when no copy is under way; tensors in it keep it alive."""
         while self._buffers:
             self._buffers.pop().host.release()
 
 
 class LateGradients(DeferredTicket):
-    """All that has waited on the device for a unit's step, on its way to the host; done when it has landed.
+    """The gradients that have waited on the device for a unit's step, on their way to the host; done when they landed.
 
-    Neither the host nor computing waits for the copies. The gradients themselves do not change: others may read them
-    meanwhile.
+    Neither the host nor computing waits for the copies. The gradients themselves do not change: other code may read
+    them meanwhile.
 
     Attributes:
         landed: The tensor on the host for each gradient.
@@ -141,7 +140,12 @@ class LateGradients(DeferredTicket):
         nbytes: The bytes of all gradients.
     """
 
-    def __init__(self, name: str, gradients: Mapping[Gradient, Tensor], landing: LandingBuffers) -> None:
+    def __init__(
+        self,
+        name: str,
+        gradients: Mapping[Gradient, Tensor],
+        landing: LandingBuffers,
+    ) -> None:
         self.sources = list(gradients.values())
         weights = [gradient.weight for gradient in gradients]
         layout = GradientLayout(weights, [source.dtype for source in self.sources])
@@ -165,8 +169,3 @@ class LateGradients(DeferredTicket):
             if self._backend.poison:
                 self._backend.invalidate(as_bytes(target))
             self._backend.copy(target, source)
-
-
-def _bytes_of_sums(weights: Iterable[Weight]) -> int:
-    trained = [weight for weight in weights if weight.master.requires_grad]
-    return GradientLayout(trained, [weight.dtype for weight in trained]).nbytes

@@ -1,4 +1,4 @@
-"""The routes of gradients from the device to the host; the stream chooses one for what a unit has gathered (stream.py).
+"""The routes of gradients from the device to the host; the stream chooses one for a unit's gradients (stream.py).
 
     device                        on its way           host
     leaf.grad -> staging buffer ---------------------> memory beside the masters    KEEP
@@ -9,10 +9,10 @@
 
 A unit's gradients are put together in a *staging buffer* on the device, and leave it with one copy. Those that do not
 stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. There are
-few, of fixed sizes (landing.py): they limit how far work on the host may fall behind.
+few such buffers, of fixed sizes (landing.py): they limit how far work on the host may fall behind.
 
-What lands in memory beside the masters brings its norms, if these are measured; norms of sums are measured there. What
-stays is read there when the unit visits, or goes to the host as the optimizer needs it there (waiting.py).
+If norms are measured, gradients that land in memory next to the masters bring theirs; norms of sums are measured there.
+Gradients that stay are read there when the unit visits, or go to the host when the optimizer needs them (waiting.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentG
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients, add_on_device, move_to_host
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.torch_private import untracked
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes, norm_dtype_of
@@ -123,9 +123,9 @@ class Route(enum.Enum):
 
 
 class Arrival(NamedTuple):
-    """What decides on the route of the gradients that a unit has gathered."""
+    """The facts that decide on the route of the gradients that a unit has gathered."""
 
-    stored: Stored  # where the engine has earlier ones
+    stored: Stored  # the place of earlier gradients
     has_sums: bool  # whether the unit has memory for sums of another dtype
     is_updated_on_device: bool  # whether an update on the device comes next
     is_used_at_once: bool  # whether a step in backward uses them, and needs them no longer
@@ -171,7 +171,7 @@ class Routes:
         self.landing.free_memory()
 
     def send(self, of_segment: SegmentGradients, route: Route, more_comes: bool) -> None:
-        """Send what was gathered by a route; `more_comes` tells whether others are expected, to be added."""
+        """Send the gathered gradients by a route; `more_comes` tells whether others are expected, to be added."""
         if route is Route.KEEP:
             self._keep(of_segment)
         elif route is Route.ADD:
@@ -224,7 +224,7 @@ class Routes:
         If norms are measured, these are copied to the host. If the device runs out of memory for a sum, all gradients
         go to the host.
         """
-        of_segment.release_memory()  # nobody needs it; this also waits for earlier norms
+        of_segment.release_memory()  # it is not needed any more; this also waits for earlier norms
         of_segment.mark_on_device()
         gathered = of_segment.gathered
         with untracked():
@@ -245,8 +245,8 @@ class Routes:
     def _measure_on_device(self, of_segment: SegmentGradients) -> None:
         """Measure gradients that stay on the device, and copy their norms to the host.
 
-        Those of an earlier backward pass are measured again, also if their weights were frozen since: they share the
-        memory for norms.
+        Gradients of an earlier backward pass are measured again, even if their weights were frozen since, because they
+        share the memory for norms.
         """
         stored = of_segment.stored_gradients
         norm_dtype = norm_dtype_of([gradient.weight for gradient in stored])

@@ -2,7 +2,7 @@
 
 [Note: what you look at is yours]
 The gradients that backward has brought belong to the engine: they may still be on their way, in a lower dtype than
-their masters', and unscaled. `.grad` is None meanwhile. Whoever reads it gets a copy in the master's dtype, which is
+their masters', and unscaled. `.grad` is None meanwhile. Code that reads it gets a copy in the master's dtype, which is
 *the* gradient from then on, and belongs to the user like any that the user sets.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer, MemoryBesideMasters
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.torch_private import untracked
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
 from sp_lightning.pipeline.weights.weight import Weight, used_in_backward, used_in_step
@@ -111,7 +111,7 @@ class Gradient:
 
 
 class Stored(enum.Enum):
-    """Where the engine has the gradients of a segment; `SegmentGradients` alone changes it.
+    """The place where the engine has the gradients of a segment; only `SegmentGradients` changes it.
 
     A segment's gradients are all in one place:
 
@@ -143,11 +143,11 @@ class SegmentGradients:
     """The gradients of one segment of a unit: of its trained weights, or of frozen ones that may be trained later.
 
     Attributes:
-        segment: The weights, and the memory of their masters. Gradients on the host lie beside it.
+        segment: The weights, and the memory of their masters. Gradients on the host lie next to it.
         is_consumed: Whether an optimizer has stepped the unit in backward. Its `step()` was not called yet.
         layout: The layout of gradients in memory, in the dtypes in which they come.
         sum_layout: The layout of sums in memory, in the masters' dtypes.
-        beside: The host memory for gradients, beside the masters.
+        beside: The host memory for gradients, next to the masters.
         landing: The landing buffer with the gradients, until the optimizer has read them; None if there is none.
     """
 
@@ -276,19 +276,19 @@ class SegmentGradients:
         """Return the place of each sum."""
         differ = self.sum_layout.dtypes != self.layout.dtypes
         if differ and not self.beside.has_sums:
-            self.release_memory()  # gradients in it keep it
+            self.release_memory()  # gradients in it keep it alive
         # The device writes no sums of other dtypes. It reads them if the unit is updated there.
         pin = not differ or self.unit.update.is_on_device
         memory = self.beside.get(self.sum_layout, pin, has_sums=differ)
         return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
     def release_memory(self) -> None:
-        """Release the memory beside the masters; gradients in it keep it."""
+        """Release the memory next to the masters; gradients in it keep it alive."""
         self.wait()
         self.beside.release()
 
     def pass_landing(self) -> LandingBuffer | None:
-        """Return the landing buffer to who releases it; None if there is none."""
+        """Return the landing buffer, which the caller releases; None if there is none."""
         landing = self.landing
         self.landing = None
         return landing
@@ -311,7 +311,7 @@ class SegmentGradients:
         """Block until no copy and no addition is under way, not even for gradients that were dropped.
 
         Raises:
-            Exception: Whatever a copy or an addition raised.
+            Exception: The error that a copy or an addition raised.
         """
         ticket = self.ticket
         if ticket is None:

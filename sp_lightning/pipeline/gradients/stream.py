@@ -4,7 +4,7 @@ A unit's gradients are gathered as autograd finishes them, put together in a sta
 with one device-to-host (D2H) copy on one of the routes of routes.py.
 
 When backward ends, the last gradients may still be on their way, and the host does not wait for them: optimizer steps
-wait by themselves, and masters are guarded as long as the engine has gradients that nobody has asked for.
+wait by themselves, and masters are guarded for as long as the engine has gradients that no code has asked for.
 
 Where several processes train the module, gradients are averaged on the device on their way (processes/averages.py).
 """
@@ -21,19 +21,19 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentG
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
-from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
+from sp_lightning.pipeline.torch_private import tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
 
 
 class GradientStream:
-    """Brings gradients to the host, and has them there until somebody asks for them or a step has used them.
+    """Brings gradients to the host, and has them there until other code asks for them or a step has used them.
 
     Attributes:
         gradient_of: The gradient of each weight.
         early_step: The step that uses gradients in this backward pass; None if there is none.
-        pending: The gradients of the backward pass that is running, in autograd's order. Nobody can read them yet. The
+        pending: The gradients of the backward pass that is running, in autograd's order. They cannot be read yet. The
             value tells whether users see how a gradient is added up.
     """
 
@@ -80,8 +80,8 @@ class GradientStream:
     def _awaits_others(self, of_segment: SegmentGradients) -> bool:
         """Tell whether gradients leave only when backward has left their unit, so that it can be stepped with them.
 
-        An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients. So
-        may a custom Function any weight that it was given.
+        An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients. A
+        custom Function may do the same with any of its arguments.
         """
         readers = of_segment.unit.readers
         is_trained = len(of_segment.trained) == len(of_segment.unit.weights)
@@ -113,7 +113,7 @@ class GradientStream:
             self._accumulate([gradient])  # one after the other, as autograd does
 
     def send_others(self, reached: Unit | None = None) -> None:
-        """Send what units have gathered: of all units, or of streamed units other than the one that was `reached`."""
+        """Send the gathered gradients of all units, or of streamed units other than the one that was `reached`."""
         for of_segment in self._by_segment:
             unit = of_segment.unit
             may_wait = reached is not None and (unit is reached or unit.resident)
@@ -130,8 +130,8 @@ class GradientStream:
         is_final = of_segment.is_last and not (more_comes or accumulates_in_grad)
         if self.averages is not None and self.averages.send(of_segment, is_final, self.early_step):
             return
-        # An update on the device may still read the earlier sums, and begins when somebody waits for it. A step on the
-        # host is over: computing has waited for the weights that it wrote.
+        # An update on the device may still read the earlier sums, and begins when other work waits for it. A step on
+        # the host is over: computing has waited for the weights that it wrote.
         updates_on_device = of_segment.unit.update.is_on_device
         if of_segment.is_on_device or (of_segment.beside.memory is not None and updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
@@ -190,7 +190,7 @@ class GradientStream:
                 master.grad = added
             else:
                 master.grad.add_(added.to(master.grad.device))
-            for hook in post_accumulate_hooks(master):
+            for hook in list((master._post_accumulate_grad_hooks or {}).values()):
                 hook(master)
 
     def abandon(self) -> None:
@@ -228,7 +228,7 @@ class GradientStream:
             gradient.drop()
 
     def drop_used(self, on_host_too: bool = True) -> None:
-        """Drop gradients that an optimizer has used, and that nobody has zeroed since.
+        """Drop gradients that an optimizer has used, and that were not zeroed since.
 
         Those on the device leave as the next step begins, which needs the memory. Those on the host stay for a loop
         that adds to them, until weights get other places.
@@ -237,13 +237,13 @@ class GradientStream:
         self.consume([gradient for gradient in used if on_host_too or gradient.of_segment.is_on_device])
 
     def forget(self) -> None:
-        """Forget all gradients, whatever state they are in: an interrupt may have come between two notes of theirs."""
+        """Forget all gradients, whatever state they are in: an interrupt may have come between two of their notes."""
         self.pending.clear()
         for of_segment in self._by_segment:
             of_segment.forget()
 
     def hand_over_gradients(self) -> None:
-        """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory beside masters."""
+        """Make all gradients the masters' `.grad`, and release buffers, but not units' own memory next to masters."""
         self.abandon()
         self.show_all()
         for of_segment in self._by_segment:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.pipeline.torch_private import owns_memory
+from sp_lightning.pipeline.torch_private import alias_count
 from sp_lightning.pipeline.weights.segment import HostMemory
 
 
@@ -66,8 +66,8 @@ class WaitingGradients:
     def limit(self, host_bytes: float, is_first: bool = True) -> None:
         """Limit the host memory that gradients take before there is a plan.
 
-        Before the first step of an optimizer the smallest limit holds, as not all of them know of its state. Later ones
-        follow the memory that is free.
+        Before the first step of an optimizer the smallest limit holds, as not all limits consider its state. Later
+        limits follow the memory that is free.
         """
         self.host_bytes = min(self.host_bytes, host_bytes) if is_first else host_bytes
 
@@ -116,20 +116,25 @@ def _no_room(name: str, nbytes: int, on_host: float, on_device: float) -> Runtim
 def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
     """Add a gradient to the one that waits on the device, in the master's dtype, as autograd would; or begin with it.
 
-    With `more_comes` the first gradient is copied, as sums are written in place. So is one that shares its memory: a
-    Function may return a view of a weight, whose place another unit gets.
+    With `more_comes` the first gradient is copied, because sums are written in place. A gradient that shares its memory
+    is copied, too: a Function may return a view of a weight, whose place another unit gets.
     """
     before, like = gradient.tensor, gradient.weight.layout
     if before is not None:
         total = before.to(gradient.weight.dtype, copy=not gradient.is_sum)
         gradient.set_tensor(total.add_(tensor), is_sum=True)
     # an update reads it in the order of memory
-    elif more_comes or tensor.stride() != like.stride() or not owns_memory(tensor):
+    elif more_comes or tensor.stride() != like.stride() or not _is_alone(tensor):
         dtype = gradient.weight.dtype if more_comes else tensor.dtype
         copied = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
         gradient.set_tensor(copied, is_sum=more_comes)
     else:
         gradient.set_tensor(tensor)
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Tell whether a tensor is alone in its storage, and fills it."""
+    return alias_count(tensor) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def move_to_host(of_segment: SegmentGradients) -> None:

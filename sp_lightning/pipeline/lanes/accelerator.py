@@ -1,7 +1,7 @@
 """Accelerators: CUDA, and other devices for which torch has streams and events.
 
-Copies run on streams of their own, ordered by events. Those that come after work on the host have their own stream: one
-that was asked for later may be issued before, and would make them wait until computing has come as far as it was then.
+Copies run on streams of their own, ordered by events. Copies that come after work on the host have their own stream: a
+copy that was requested later may be issued before them, and would make them wait for the computing before it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline.lanes.at_work import use_threads
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Origin, Ticket, Worker
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
 class _StreamTicket(Ticket):
     """A copy that is done once an event on a copy stream has completed.
 
-    The event at its `begin` is there if copies are timed. Events are asked on their own device: where another one is
-    current, asking would make a context there.
+    The event at its `begin` exists if copies are timed. Events are queried on their own device: a query while another
+    device is current would make a context there.
     """
 
-    def __init__(self, event: Any, begin: Any, on_device: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        event: Any,
+        begin: Any,
+        on_device: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self.event = event
         self.begin = begin
         self._on_device = on_device
@@ -58,13 +64,13 @@ class _StreamTicket(Ticket):
         return begin / 1000, end / 1000
 
 
-# After so many refusals to pin memory, each of which costs time, nothing more is pinned.
+# After this many refusals to pin memory, each of which costs time, the backend pins no more memory.
 _MOST_REFUSALS = 3
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
 
 
-# Assumed until an update on the device was recorded: the share of the memory's bandwidth that plain kernels reach, and
-# how long each of them waits beside those that compute.
+# These are assumed until an update on the device was recorded: the share of the memory's bandwidth that plain kernels
+# reach, and the time that each of them waits next to kernels that compute.
 REACHED_OF_MEMORY = 0.8
 KERNEL_SECONDS = 1e-5
 
@@ -117,7 +123,7 @@ class AcceleratorBackend(Backend):
         computing = self._api.current_stream(self.device)
         if after is None or after.done:
             if after is not None:
-                after.join()  # raises if it failed: there is nothing to copy
+                after.join()  # raises if the job failed: there is nothing to copy
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
         computed = computing.record_event()
@@ -156,14 +162,14 @@ class AcceleratorBackend(Backend):
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy. Of memory that is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
+        """Copy. If the memory is not pinned, CUDA copies step by step, and the thread waits meanwhile."""
         target.copy_(source, non_blocking=True)
 
     def _copy(self, stream: Any, target: Tensor, source: Tensor) -> Ticket:
         return self._issue(stream, partial(self.copy, target, source))
 
     def _issue(self, stream: Any, job: Callable[[], None]) -> Ticket:
-        # The host's thread sleeps until a copy has come down. Otherwise it would spin beside the thread that launches
+        # The host's thread sleeps until a copy has come down. Otherwise it would spin next to the thread that launches
         # kernels.
         updates = self._update_streams
         to_host = (self._down, updates[Kind.STATE_DOWN], updates[Kind.LATE_GRADIENTS])

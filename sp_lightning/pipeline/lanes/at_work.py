@@ -3,9 +3,9 @@
 The guard of weights lets both pass.
 
 [Note: forks]
-A forked process, as a loader's worker is one, has the thread that forked it and no other, and locks that our threads
-held at that moment. Whatever waits there for one of ours would wait forever. So it reads a weight whose value is there,
-and gets an error for all else.
+A forked process, such as a loader's worker, has only the thread that forked it, and locks that our threads held at that
+moment. Code that waits there for one of our threads would wait forever. So the process can read a weight whose value is
+there, and gets an error for all else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
+
+import torch
 
 from sp_lightning.pipeline.torch_private import without_torch_function
 
@@ -124,3 +126,14 @@ def optimizer_waits() -> Iterator[None]:
         yield
     finally:
         optimizer_steps.depth = depth
+
+
+def use_threads(count: int | None) -> None:
+    """Let this many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
+    if count is not None:
+        usual_count = torch.get_num_threads()
+        torch.set_num_threads(count)
+        # This sets the count of this thread, and the default of later ones, which another thread restores.
+        restoring_thread = threading.Thread(target=torch.set_num_threads, args=(usual_count,))
+        restoring_thread.start()
+        restoring_thread.join()

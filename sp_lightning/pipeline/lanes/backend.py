@@ -1,7 +1,7 @@
 """The interface to a kind of device: copies between it and the host, and work on host memory.
 
-devices.py implements it. Nothing here knows what is copied or when: the pipeline decides that, and
-the backend keeps the order right.
+devices.py implements it. The pipeline decides what is copied and when, and the backend keeps the
+order right.
 
 [Note: ordering of copies]
 A host-to-device copy starts after all work that was given to the device before it, the slot's last reader included,
@@ -15,13 +15,13 @@ slot's last reader.
 
 Work on host memory (accumulating gradients, stepping the optimizer) runs on one thread, most urgent first, each job
 after the copies that it needs. A host-to-device copy can be told to start after such a job. Then this thread issues
-it, before any other job, and `wait` blocks the host until it has: computing cannot wait for what has no event yet. It
-holds up no other copy meanwhile. So copies to the device need not keep their order: before another copy into the same
-memory is asked for, computing has to wait for the earlier one.
+the copy, before any other job, and `wait` blocks the host until then: computing cannot wait for a copy that has no
+event yet. The copy holds up no other one meanwhile. So copies to the device need not keep their order: before another
+copy into the same memory is asked for, computing has to wait for the earlier one.
 
-An update on the device has lanes of its own (`submit_to_lane`): state goes up, is stepped and comes down. It waits for
-memory in between, and would hold up other copies. Gradients that have waited on the device for their unit's update
-have a lane of their own, too.
+An update on the device has lanes of its own (`submit_to_lane`): state goes up, is updated and comes down. The update
+waits for memory in between, and would hold up other copies. Gradients that have waited on the device for their unit's
+update have a lane of their own, too.
 
 The emulated device keeps the same orders with threads, so that a missing wait, or a slot given away too early, shows
 as a wrong number on a laptop, not only on a GPU.
@@ -45,12 +45,12 @@ from torch.profiler import record_function
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Recording, Span, Ticket, Worker
 from sp_lightning.pipeline.torch_private import profiler_is_on
 
-_LEAST_STALL = 20e-6  # seconds; less is what asking takes when there is nothing to wait for
+_LEAST_STALL = 20e-6  # seconds; the query alone takes less when there is nothing to wait for
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 # The rank of a copy that comes after a job; the rank of a step is its unit's place in the forward.
 BEFORE_OTHER_WORK = -1
 UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
-"""The kinds of work for updates of units, each with a lane of its own beside computing, as it waits for memory."""
+"""The kinds of work for updates of units, each with a lane of its own next to computing, as it waits for memory."""
 
 
 _OUT_OF_MEMORY = (
@@ -66,7 +66,7 @@ _OUT_OF_MEMORY = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that the device has no memory left.
 
-    The driver and libraries take memory of their own, and report in their own words that there is none.
+    The driver and libraries take memory of their own, and have their own messages for a lack of it.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -90,7 +90,7 @@ class Backend(ABC):
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.timed = False  # whether new tickets record when they begin and end
         self.pins = False  # whether host memory that is sent is pinned (page-locked)
-        # Of the kernels of updates: the bytes of device memory that they move in a second, and how long each waits.
+        # For the kernels of updates: the bytes of device memory that they move in a second, and how long each waits.
         self.memory_rate = math.inf
         self.kernel_seconds = 0.0
         self.device = device
@@ -121,7 +121,7 @@ class Backend(ABC):
 
     @abstractmethod
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
-        """Run a job on the device beside computing, in the lane for its kind (one of `UPDATE_KINDS`).
+        """Run a job on the device in parallel to computing, in the lane for its kind (one of `UPDATE_KINDS`).
 
         It comes after earlier jobs of the lane, and after the job's tickets, which are the device's.
         """
@@ -164,7 +164,7 @@ class Backend(ABC):
         """Block until no copy is in flight and no work is left."""
 
     def invalidate(self, memory: Tensor) -> None:
-        """Fill memory that nobody may read with poison; it is called only where `poison` is on."""
+        """Fill memory that must not be read with poison; this is called only if `poison` is on."""
         memory.fill_(_POISON)
 
     def pin(self, memory: Tensor) -> bool:
@@ -180,11 +180,11 @@ class Backend(ABC):
         return None
 
     def count_peak_anew(self) -> DeviceMemory | None:
-        """Count the peak of allocated memory anew; return the memory as it was before."""
+        """Reset the peak of allocated memory; return the memory as it was before."""
         return self.memory()
 
     def close(self) -> None:
-        """Finish all work, and release what the backend holds."""
+        """Finish all work, and release the resources of the backend."""
         self.drain()
         self._host.close()
 
@@ -209,13 +209,13 @@ class _Log:
 class Trace:
     """A log of the work that a backend is given, and of the unit that it is for.
 
-    It is kept while somebody records. As long as torch's profiler is on, too, everything is a range there, such as
+    It is kept during a recording. While torch's profiler is on, all work is a range there as well, such as
     "superpipeline: load of blocks.4". Otherwise a call costs next to nothing.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._is_on = False  # whether somebody records or profiles
+        self._is_on = False  # whether a recording or the profiler is on
         self._logs: list[_Log] = []  # the logs of recordings, which may overlap
         self._computing: _TraceEntry  # the entry of the unit that is computing now
         # The range of that unit in torch's profile; None if no unit computes.
@@ -237,7 +237,7 @@ class Trace:
         return self._request(kind, name, source.nbytes, self._backend.download, target, source)
 
     def submit_to_lane(self, kind: Kind, name: str, job: Job) -> Ticket:
-        """Ask for work beside computing, for the update of a unit."""
+        """Ask for work in parallel to computing, for the update of a unit."""
         return self._request(kind, name, job.nbytes, self._backend.submit_to_lane, kind, job)
 
     def _request(self, kind: Kind, name: str, nbytes: int, ask: Callable[..., Ticket], *args: Any) -> Ticket:
@@ -257,14 +257,14 @@ class Trace:
         return ticket
 
     def wait(self, ticket: Ticket, what: str) -> None:
-        """Make computing wait for a ticket, and note how long it does."""
+        """Make computing wait for a ticket, and note how long it waits."""
         if self._logs:
             self._stall(partial(self._backend.wait, ticket), what)
         else:
             self._backend.wait(ticket)
 
     def join(self, job: Ticket, what: str) -> None:
-        """Make the host wait for a job, and note how long the device has nothing to do for that."""
+        """Make the host wait for a job, and note how long the device is idle because of that."""
         if self._logs and not job.done:
             self._stall(job.join, what)
         else:
@@ -302,7 +302,7 @@ class Trace:
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        """Record what happens in this scope; at its end the host waits for the device once.
+        """Record the work in this scope; at its end the host waits for the device once.
 
         Recordings may overlap: a planner's and a timeline's do not know of each other.
         """

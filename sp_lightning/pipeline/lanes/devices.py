@@ -1,4 +1,4 @@
-"""The CPU as a device, which is also the emulated device of the tests; and which kind of device is taken."""
+"""The CPU as a device, which is also the emulated device of the tests; and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.host_memory import usable_cores
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.lanes.at_work import use_threads
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, Worker
 
 
 class HostBackend(Backend):
@@ -99,8 +100,13 @@ def full_device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"`device={str(device)!r}` is not a device that this torch can use. {reason}") from error
 
 
-def make_backend(device: torch.device, host_threads: int | Literal["auto"], processes: int, debug: bool) -> Backend:
-    """Make the backend for a device, on a machine that so many `processes` share.
+def make_backend(
+    device: torch.device,
+    host_threads: int | Literal["auto"],
+    processes: int,
+    debug: bool,
+) -> Backend:
+    """Make the backend for a device, on a machine that this number of `processes` share.
 
     `debug` poisons unused memory, and delays copies on the emulated device.
     """
@@ -117,8 +123,8 @@ _SHARE_OF_LOOP = 4
 def _threads(device: torch.device, processes: int) -> int | None:
     """Choose how many threads share an operation on host memory, while another one launches kernels; None for torch's.
 
-    On the CPU sums are to be those of plain training. `torchrun` grants one thread, to spare its other processes, by
-    the variable that users set.
+    On the CPU, sums have to be those of plain training. `torchrun` uses the variable that users set to grant one thread
+    to each of its processes.
     """
     is_set_by_user = "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     if device.type == "cpu" or is_set_by_user:

@@ -1,9 +1,9 @@
-"""Lanes: what each was busy with, tickets for what is under way, and a thread that works on host memory.
+"""Lanes: the work of each, tickets for work that is under way, and a thread that works on host memory.
 
     compute     forward and backward of units, and stalls, in which computing waits for a copy
     to device   weights, activations that come back, and optimizer state that visits
-    to host     gradients, activations that leave, and that state when it is stepped
-    visits      optimizer steps on the device, beside computing
+    to host     gradients, activations that leave, and that state after its update
+    visits      optimizer steps on the device, in parallel to computing
     host        optimizer steps of units, and accumulation of gradients
 
 Timeline, planner and callback read a `Recording`, which `Trace` in backend.py makes on request.
@@ -23,7 +23,6 @@ from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import torch
 from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.at_work import FORKED, OfOneProcess
@@ -65,7 +64,7 @@ class Kind(enum.Enum):
 class Span(NamedTuple):
     """One piece of work on a lane, in seconds since the start of the recording.
 
-    Its name is that of the unit that it was for; of a stall, what computing waited for.
+    Its name is that of the unit that it was for. A stall has the name of the work that computing waited for.
     """
 
     lane: Lane
@@ -82,7 +81,7 @@ class Recording:
 
     Attributes:
         spans: All pieces of work, sorted by when they began. Stalls lie within forwards and backwards, or between them.
-        steps: When each step began and ended. A step's work may end in the next step: they overlap.
+        steps: The begin and the end of each step. A step's work may end in the next step: they overlap.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -100,7 +99,7 @@ class Ticket(ABC):
     """A handle to a copy in flight, or to a job on the host.
 
     Attributes:
-        keeps_alive: Objects that it reads on the device. They may go once computing waits for its results.
+        keeps_alive: Objects that it reads on the device. They may be freed once computing waits for its results.
         steps_on_device: Whether it is an optimizer step whose weights computing can use before the host has them.
     """
 
@@ -121,7 +120,7 @@ class Ticket(ABC):
         """Whether `join` would return at once."""
 
     def interval(self, origin: Origin) -> tuple[float, float]:
-        """Return when it began and ended, in seconds since the origin; of a copy, if it was timed (`Backend.timed`)."""
+        """Return its begin and end, in seconds since the origin; a copy has them if it was timed (`Backend.timed`)."""
         raise NotImplementedError
 
     @property
@@ -147,7 +146,7 @@ class Job(Ticket):
         nbytes: Bytes of memory that it reads and writes: the host's, or the device's for an update there. Recordings
             have them, and devices with simulated time take that long for the work.
         cleanup: Is called afterwards in any case, even if the job or one of the tickets has failed.
-        rank: Of the jobs that are ready, the lowest rank runs first, and among equals the one submitted first.
+        rank: The lowest rank of the jobs that are ready runs first, and among equals the one submitted first.
     """
 
     done = False  # an attribute, as it is asked for often
@@ -211,7 +210,7 @@ class Job(Ticket):
             earlier.join()
 
     def finish(self) -> None:
-        """Mark the job as done, and wake its waiters; before that, release what it refers to."""
+        """Mark the job as done, and wake its waiters; before that, release the objects that it refers to."""
         self.action = self.cleanup = do_nothing
         self.after = ()
         self.done = True
@@ -250,24 +249,13 @@ class DeferredTicket(Ticket):
         return self.ticket
 
 
-def use_threads(count: int | None) -> None:
-    """Let this many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
-    if count is not None:
-        usual_count = torch.get_num_threads()
-        torch.set_num_threads(count)
-        # This sets the count of this thread, and the default of later ones, which another thread restores.
-        restoring_thread = threading.Thread(target=torch.set_num_threads, args=(usual_count,))
-        restoring_thread.start()
-        restoring_thread.join()
-
-
 class Worker(OfOneProcess):
     """A thread that runs the most urgent of the jobs that are ready. The first job starts it.
 
-    A job is ready when all tickets that it comes after are done. Of the ready ones, the lowest rank runs first, and
+    A job is ready when all tickets that it comes after are done. The ready job with the lowest rank runs first, and
     among equals the one submitted first. If none is ready, the thread waits for the tickets of the one submitted first:
     copies end in the order in which they begin, and a job is always submitted after the jobs that it waits for. Other
-    processes may wait for a job that comes later: it looks at the others in between.
+    processes may wait for a job that comes later, so the thread looks at the other jobs in between.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Clipping and unscaling of gradients, between backward and the optimizer's step.
 
-Gradients may still be on their way to the host then, and only the optimizer reads them, once. So clipping and unscaling
-are recorded, and applied as it reads, with the operations that torch would use. Norms come with the gradients.
-Gradients of parameters that do not stream, as of units that live on the device, are clipped and unscaled at once, by
-the same norm, for which the host waits. Where all are such, torch does it.
+Gradients may still be on their way to the host then, and only the optimizer reads them, once. So the engine records
+clipping and unscaling, and applies them as the optimizer reads, with the operations that torch would use. Norms come
+with the gradients. Gradients of parameters that do not stream (those of units that stay on the device, for example) are
+clipped and unscaled at once, by the same norm, for which the host waits. If none streams, torch clips.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.lanes import Job
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
-from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.weights.segment import MEASURED
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -57,7 +57,7 @@ class _FoundGradients:
         ours: The gradients of weights that the engine has.
         others: The norms of the other gradients, which are in a `.grad`.
         unmeasured: The norms of gradients on a device that did not measure them.
-        why_torch_reads: Why torch has to read all gradients itself; None if it need not.
+        why_torch_reads: The reason why torch has to read all gradients itself; None if it need not.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Clipping:
         self._at_work = at_work
 
     def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight]) -> None:
-        """Clip gradients of these weights from now on, which are given by the identities of their masters."""
+        """Clip gradients of these weights, known by the identities of their masters, from now on."""
         self._stream = steps.stream
         self._backend = steps.window.backend
         self._weights = weights
@@ -158,7 +158,7 @@ class Clipping:
     def unscale(self, optimizer: Optimizer, inverse_scale: Tensor) -> bool | None:
         """Unscale as `GradScaler.unscale_` does, by a factor on the host; tell whether a gradient is not finite.
 
-        If there are none that bring their norms, nothing is done, and None is returned.
+        If no gradient brings its norm, return None, and change nothing.
         """
         with self._at_work:
             found_gradients = self._find_gradients(parameters_of(optimizer))

@@ -1,7 +1,7 @@
-"""Steps in backward: units are stepped before the optimizer's `step()` is called, as soon as gradients have landed.
+"""Steps in backward: units are updated before the optimizer's `step()` is called, as soon as gradients have landed.
 
 A scope around that backward pass vouches for two things: `optimizer.step()` will follow, with the settings that the
-optimizer has now, and nobody looks at gradients in between. Whoever does gets an error.
+optimizer has now, and no code looks at gradients in between. Code that does gets an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EarlyStep(Step):
     def wants(self, of_segment: SegmentGradients) -> bool:
         """Tell whether these complete gradients are all of their unit's, so that it can be updated right away."""
         unit = of_segment.unit
-        # Split-off weights would have to wait for the step. An alias must not show it before backward is over.
+        # Split-off weights would have to wait for the step. An alias must not show the step before backward is over.
         readers = unit.readers
         if unit.resident or unit.split_off or readers.handles or readers.has_aliases:
             return False
@@ -112,7 +112,7 @@ class EarlyStep(Step):
     ) -> None:
         """Raise if the scope's promises are broken when an optimizer's `step()` is called.
 
-        `why_not` tells why units cannot be stepped one by one now; None if they can.
+        `why_not` is the reason why units cannot be stepped one by one now; None if they can.
         """
         broken_promise = None
         if optimizer is not self.optimizer:

@@ -1,4 +1,4 @@
-"""Optimizers, torch's and ours: which can step units one by one, with the bits of a plain step.
+"""Optimizers, torch's and ours, and which of them can step units one by one, with the bits of a plain step.
 
 `OptimizerWeights` are the weights of an optimizer, found once; `Step` is one of its steps.
 """
@@ -29,7 +29,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything.
 
-They step on a thread of the engine, and no setting that the user's thread may change meanwhile has a say in that.
+They step on a thread of the engine, and settings that the user's thread may change meanwhile do not affect that.
 """
 
 BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
@@ -118,7 +118,7 @@ def _copy_of_number(tensor: Tensor) -> Tensor:
 
 
 def refuse_copies(optimizer: Optimizer) -> None:
-    """Raise if an optimizer is to step what is on the device in place of a weight."""
+    """Raise if an optimizer is to step a leaf, which is on the device in place of a weight."""
     for parameter in parameters_of(optimizer):
         name = getattr(parameter, "twin_of", None)
         if name is not None:  # it has no gradient, so an optimizer would silently skip it
@@ -136,7 +136,7 @@ def refuse_copies(optimizer: Optimizer) -> None:
 
 
 class Afterwards(enum.Enum):
-    """What happens to an engine's gradient after an optimizer has used it."""
+    """The fate of an engine's gradient after an optimizer has used it."""
 
     DROPPED = enum.auto()
     """The gradient may be gone when `step()` returns: a unit may be updated in backward and drop it."""
@@ -151,14 +151,19 @@ class Afterwards(enum.Enum):
 class OptimizerWeights:
     """The weights of an optimizer, and their units; found once, as long as param groups have the same parameters."""
 
-    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        weights: Mapping[int, Weight],
+        stream: GradientStream,
+    ) -> None:
         self.parameters = identities_of(optimizer)
         # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
         self.gradients: dict[Gradient, int] = {}
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
-                # Nobody trains quantized weights.
+                # Quantized weights are not trained.
                 if weight is not None and not isinstance(weight, QuantizedWeight):
                     self.gradients[stream.gradient_of[weight]] = number
         units = {gradient.weight.unit for gradient in self.gradients}
@@ -176,7 +181,7 @@ class Step:
     Attributes:
         fused: Whether torch's fused kernels are taken where the user left the choice to torch.
         inputs_by_unit: For each unit, the inputs of the step for each weight with a gradient.
-        awaited: The units whose step has to end before `step()` returns: it reads a user's `.grad`, or it makes
+        awaited: The units whose step has to end before `step()` returns, because it reads a user's `.grad`, or makes
             state, which depends on torch's default dtype, for example.
     """
 

@@ -1,4 +1,4 @@
-"""Torch's global hooks around `step()` of any optimizer, and `clip_grad_norm_`: what they tell, and whom.
+"""The engine's listeners to `step()` of any optimizer, by torch's global hooks, and to `clip_grad_norm_`.
 
 Where weights can be stepped unit by unit, torch's own `step()` runs with a *stand-in* for the optimizer, whose
 `param_groups` a listener may change (optimizers.py).
@@ -43,7 +43,7 @@ def stop_listening(listener: Optimizers) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     optimizer_steps.depth += 1
-    # Torch tells nobody of a step that ends with an exception. So nothing is changed that would have to be undone.
+    # Torch does not report a step that ends with an exception. So nothing is changed that would have to be undone.
     stand_in = stand_in_for(optimizer) if why_not_by_unit(optimizer) is None else None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     # There are gradients only when the closure has run.
@@ -82,14 +82,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
 ) -> Any:
-    """Clip gradients as torch does; those of a model that streams while they are used, which reads none of them."""
+    """Clip gradients as torch does; those of a model that streams are clipped when they are used, and not read here."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if norm_type == 2.0 and foreach is None:
         for listener in _listeners:
             total = listener.clipping.clip(listed, max_norm)
             if total is not None:
                 return total
-    # an empty generator, which has no more to give, gets torch's warning
+    # an exhausted generator gets torch's warning
     return _clip_by_torch(listed or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 

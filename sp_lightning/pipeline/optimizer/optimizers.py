@@ -1,20 +1,20 @@
-"""Steps of optimizers: units are stepped while the device computes, with the numbers of a plain step.
+"""Steps of optimizers: units are updated while the device computes, with the numbers of a plain step.
 
-The user's own optimizer stays the owner of all state and settings. All that the engine has to know is *when* it steps,
-whoever calls it, and torch's hooks on the steps of all optimizers tell that. Where weights can be stepped unit by unit
-(kinds.py tells), torch's own code runs with a stand-in for the optimizer, whose `param_groups` have all others and
-nothing else; the user's keep all of them, whatever happens. Then ours are stepped unit by unit, on the thread of work.
+The user's own optimizer stays the owner of all state and settings. The engine has to know only *when* it steps, and
+torch's hooks on the steps of all optimizers tell that. Where weights can be stepped unit by unit (kinds.py tells),
+torch's own code runs with a stand-in for the optimizer, whose `param_groups` have all other weights and nothing else;
+the user's keep all of them, even after an error. Then ours are stepped unit by unit, on the thread of work.
 
 [Note: when a unit is stepped]
-*After backward*, by default: `step()` returns at once, and each unit is sent to the device when it is done. Everything
-that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has happened by then.
-*In backward*, where somebody vouches that nothing of the kind will happen (`EarlyStep`).
-Of the units that can be stepped, the one that the next forward needs first comes first. So when backward ends, the
-units whose gradients came last are stepped first, and those whose gradients came first may wait until after the next
-forward has begun. A unit with a `.grad` of the user's, who may change it, is stepped before `step()` returns.
+*After backward*, by default: `step()` returns at once, and each unit is sent to the device when its update is done.
+Everything that decides about a step (clipping, a loss scaler, a user's hook that looks at gradients) has run by then.
+*In backward*, where a scope vouches that nothing of the kind will run (`EarlyStep`).
+The next forward decides the order: its first unit among those that can be stepped comes first. So when backward ends,
+the units whose gradients came last are stepped first, and those whose gradients came first may wait until after the
+next forward has begun. A unit with a `.grad` of the user's, who may change it, is stepped before `step()` returns.
 
 [Note: nobody sees an unfinished step]
-Masters are guarded (guard.py) while a step is under way: whoever touches one waits for it.
+Masters are guarded (guard.py) while a step is under way: code that accesses one waits for the step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sp_lightning.pipeline.optimizer.kinds import (
     refuse_copies,
     why_not_by_unit,
 )  # fmt: skip
-from sp_lightning.pipeline.optimizer.living import States, move_state
+from sp_lightning.pipeline.optimizer.staying import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.weights.weight import Weight, used_in_step
@@ -62,7 +62,7 @@ class Optimizers:
         self._known_optimizers: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self.states = States(self._known_optimizers)
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
-        # What happens to the gradients that the next optimizer step uses.
+        # The fate of the gradients that the next optimizer step uses.
         self.afterwards = Afterwards.DROPPED
         # Whether users may read gradients that a step has used even after the module is detached.
         self.shows_used_gradients = False
@@ -209,7 +209,7 @@ class Optimizers:
             steps.step(unit, step)
         steps.finish(step.awaited if self._overlaps is not False else optimizer_weights.units)
         if [unit for unit in optimizer_weights.units if unit.update.to_begin is not None]:
-            steps.window.prefetch()  # the first of these steps begin
+            steps.window.prefetch()  # this begins the first of these steps
 
     def _weights_of(self, optimizer: Optimizer) -> OptimizerWeights:
         optimizer_weights = self._weights_by_optimizer.get(optimizer)

@@ -1,7 +1,7 @@
-"""In which pieces a segment visits the device, and how its state lies on the host for that.
+"""The pieces in which a segment visits the device, and the layout of its state on the host for that.
 
 A piece is the same slice of each field of the segment's weights: of masters, copies, gradients and all of their state.
-What neighboring weights have of a field lies together on the host, so a slice travels in one copy.
+Each field of neighboring weights lies together on the host, so a slice travels in one copy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PIECES_AT_ONCE = 2  # one is stepped while the next one arrives, or the last one
 
 
 def pack_state(unit: Unit, optimizer: Optimizer) -> None:
-    """Have the state of what is sent together lie together beside the masters, page-locked as these are.
+    """Put the state of weights that are sent together in one block next to the masters, pinned as these are.
 
-    If it does not yet, it gets new memory: the state of another optimizer may lie in what is there.
+    State that is not there yet gets new memory, because existing memory may hold the state of another optimizer.
     """
     for segment in unit.segments:
         with without_torch_function():
@@ -59,24 +59,24 @@ class PieceBuffer:
 
     def __init__(self, nbytes: int, backend: Backend) -> None:
         self.bytes = backend.allocate(nbytes)
-        # done when what was in it last has come down; what has used the memory before comes first
+        # done when its last piece has come down; at first, when the work that used the memory before is done
         self.ticket = backend.computed()
 
 
 class Part(NamedTuple):
     """Some of the elements of a weight."""
 
-    number: int  # of the weight in its segment
+    number: int  # the number of the weight in its segment
     begin: int
     memory: Memory
 
 
 class Piece:
-    """A part of a segment that visits at once.
+    """A part of a segment that visits the device in one go.
 
     Args:
         fields: For each name in `Memory`, the host memory in which the segment has it.
-        parts: Parts of neighboring weights, as they lie there.
+        parts: Parts of neighboring weights, in the order in which they lie there.
     """
 
     def __init__(self, fields: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
@@ -95,7 +95,7 @@ class Piece:
         self._offsets, self.nbytes = lay_out([each.nbytes for each in self._slices.values()])
 
     def assign_buffer(self, buffer: PieceBuffer) -> None:
-        """Have it visit in this buffer; what is `sent` of it then begins there in what is sent of the segment."""
+        """Have it visit in this buffer; `sent` has its new weights, and where they begin in the segment's place."""
         self.buffer = buffer
         self.up: list[tuple[Tensor, Tensor]] = []  # targets and sources
         self.down: list[tuple[Tensor, Tensor]] = []

@@ -1,10 +1,10 @@
 """Steps of units, on the thread for work on host memory: handed over, and waited for.
 
 They are handed over when `step()` is called, or while backward runs (early_step.py). Units whose state visits the
-device are stepped there instead (visit.py).
+device are updated there instead (visit.py).
 
 [Note: one pass]
-A step reads and writes host memory as few times as can be:
+A step reads and writes host memory as few times as possible:
 
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
 
@@ -30,17 +30,18 @@ from sp_lightning.pipeline.gradients.landing import LateGradients
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import pack_state
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
-from sp_lightning.pipeline.torch_private import code_of_step, untracked
+from sp_lightning.pipeline.torch_private import code_of_step
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
 
-# Elements of a weight whose gradient is cast and scaled by itself: smaller ones together, or Python's time would show.
+# Gradients of this many elements are cast and scaled one by one; smaller ones together, to save Python's time.
 _ALONE = 1 << 16
 
 Update: TypeAlias = tuple[Work, Sequence[Tensor]]
@@ -79,7 +80,7 @@ class UnitSteps:
         if not inputs:
             self.publish_step_without_gradients(unit, step.optimizer_weights)
             return
-        # An earlier step may use the state that this one moves. Its error is raised before anything is taken.
+        # An earlier step may use the state that this one moves. Its error is raised before this step takes anything.
         self.window.finish_optimizer(unit)
         is_on_device = unit.update.is_on_device and not unit.split_off
         if not (is_on_device and self._step_on_device(unit, step, inputs)):
@@ -154,7 +155,7 @@ class UnitSteps:
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
         ticket = unit.update.ticket = window.backend.trace.work(Kind.STEP, unit.name, job)
-        # These weights are in units of their own, which do not wait for this step.
+        # Split-off weights are in units of their own, which do not wait for this step.
         if unit.split_off:
             window.finish_optimizer(unit)
         return ticket
@@ -162,8 +163,8 @@ class UnitSteps:
     def publish_step_without_gradients(self, unit: Unit, optimizer_weights: OptimizerWeights) -> None:
         """Publish a step in which this process steps no weight of a unit, or wait for the process that does so.
 
-        Where another process steps the weights, the thread waits for it. Where this one steps for others, its next
-        generation is there at once.
+        If another process steps the weights, the thread waits for it. If this one steps for others, it publishes its
+        next generation at once.
         """
         generations = self._next_generations(unit, optimizer_weights)
         if not generations:

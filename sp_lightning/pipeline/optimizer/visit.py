@@ -1,17 +1,17 @@
-"""Units that visit the device to be stepped there: state goes up, is stepped, and comes down again, piece by piece.
+"""Units that visit the device to be updated there: state goes up, is updated, and comes down again, piece by piece.
 
-    host, page-locked                       device, beside computing
+    host, pinned                            device, beside computing
     masters, state, sums of gradients ----> a piece                            state up
                                             the pass that the host would make  visit
     masters, state, copies            <---- the piece                          state down
 
 Pieces (pieces.py) lie in few buffers, which take turns. Gradients that have stayed on the device (routes.py) are read
-there. A visit begins as its unit is brought for the next forward: new weights are written to the unit's place, and
-nothing is sent. If somebody waits for the masters before, it begins without a place. So it does in backward, unless
-the plan defers visits: then gradients stay longer, and fewer weights are sent.
+there. A visit begins as its unit is brought for the next forward: the new weights go to the unit's place, and no copy
+is sent. If other code waits for the masters before, the visit begins without a place. In backward it does so, too,
+unless the plan defers visits: then gradients stay longer, and fewer weights are sent.
 
-A step in which something keeps a unit from a visit is made on the host. In which pieces it visits is found once, and
-again if something lies elsewhere than it did.
+If something keeps a unit from a visit, the host makes the step. The pieces of a segment are found once, and again if
+some of its memory has moved.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Ticket
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import (
     PIECES_AT_ONCE,
@@ -43,24 +44,23 @@ from sp_lightning.pipeline.optimizer.pieces import (
     pieces_of,
 )
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import Segment, note_stepped
 
 
 class _Update(NamedTuple):
-    """What a visit does with a weight."""
+    """A visit's work on one weight."""
 
     one_pass: OnePass
-    work: Work  # without a gradient if that has stayed on the device
+    work: Work  # it has no gradient if that has stayed on the device
     gradient: Tensor
-    factors: Sequence[Tensor]  # that the gradient is multiplied by
+    factors: Sequence[Tensor]  # factors of the gradient
 
 
 class Visit(DeferredTicket):
     """A step of a unit on the device; done when the host has the new masters and state.
 
-    It begins as the next forward loads the unit, or when somebody needs the masters.
+    It begins as the next forward loads the unit, or when other code needs the masters.
 
     Attributes:
         ready: Done when the new weights are on the device.
@@ -88,7 +88,7 @@ class Visit(DeferredTicket):
         self._pieces = pieces
 
     def begin(self, in_place: bool = True) -> Ticket:
-        """Begin it, and return the ticket of new weights, which it puts `in_place` unless it is asked not to.
+        """Begin it, and return the ticket of the new weights; with `in_place`, it puts them into the unit's place.
 
         A forward may have these before the host has, so masters count as changed from now on.
         """
@@ -102,7 +102,7 @@ class Visit(DeferredTicket):
         self._earlier = backend.computed()
         backend.issue_when_ready(self.job)
         if self.job.done:
-            self.job.join()  # raises what asking has failed with, before anybody relies on it
+            self.job.join()  # raises the error of the requests, before other code relies on them
         if in_place:
             segment.epoch_on_device = segment.epoch
         return self.ready
@@ -110,7 +110,7 @@ class Visit(DeferredTicket):
     def _begin_pieces(self) -> None:
         """Ask the device for all pieces."""
         last: Sequence[Ticket] = ()
-        # or what a forward of an evaluation begins could not be used in training
+        # or tensors of a visit that an evaluation's forward begins could not be used in training
         with torch.inference_mode(False), self._visits.asking:
             passes: list[Pass] = []
             for one_pass, work, _, factors in self.keeps_alive:
@@ -151,7 +151,7 @@ class Visit(DeferredTicket):
             self._visits.backend.copy(target, source)
 
     def _step(self, piece: Piece, passes: Sequence[Pass], updates: Sequence[_Update]) -> None:
-        """Step a piece where it lies, in a lane of its own, and put new weights where they are needed."""
+        """Update a piece in its buffer, in a lane of its own, and put new weights where they are needed."""
         with untracked():
             steps: list[Pass] = []
             for number, begin, memory in piece.parts:
@@ -171,7 +171,7 @@ class Visits:
 
     Attributes:
         begin_in_backward: Whether visits of a step in backward begin there, not as the next forward loads their units.
-        why_not: Why a unit that is to visit was stepped on the host in this step; empty if there is nothing to say.
+        why_not: The reason why a unit that is to visit was stepped on the host in this step; empty if there is none.
     """
 
     def __init__(self, backend: Backend, stats: Stats) -> None:
@@ -187,7 +187,7 @@ class Visits:
         self._turns = count()  # which of them comes next
 
     def visit_of(self, step: Step, used: Mapping[Gradient, StepInput]) -> Visit | str:
-        """Return a visit of a unit that makes this step, which uses these gradients; or why it cannot."""
+        """Return a visit of a unit that makes this step with these gradients; or the reason why it cannot."""
         of_segment, *others = {gradient.of_segment for gradient in used}
         if others:
             return ""
@@ -206,7 +206,7 @@ class Visits:
                 return no_pass
             if not state:
                 return ""  # the host makes it, once
-            # others are the user's, or lie where they are to be read soon
+            # other gradients are the user's, or are in memory that another step is to read soon
             is_at_hand = of_segment.is_on_device or of_segment.beside.contains(tensor)
             if tensor is not gradient.tensor or not is_at_hand:
                 return f"the gradient of {weight.name!r} was read, set or kept"
@@ -234,7 +234,7 @@ class Visits:
         of_segment: SegmentGradients,
         updates: Sequence[_Update],
     ) -> Sequence[Piece]:
-        """Return the pieces in which a segment visits, found anew if something of it lies elsewhere than it did."""
+        """Return the pieces in which a segment visits; find them again if some of its memory has moved."""
         segment, gradients = of_segment.segment, of_segment.beside.memory
         state = segment.memory.companions["state"]
         known = self._known.get(segment)
@@ -252,7 +252,7 @@ class Visits:
         return pieces
 
     def end_step(self) -> None:
-        """Warn, when an optimizer has stepped, if units were to visit, and none ever has."""
+        """Warn, after an optimizer's step, if units were to visit, and none has visited yet."""
         if self.why_not and not self.stats.visits:
             warnings.warn(
                 "The plan expected GPU updates of streamed units, but the CPU updates them, which is "

@@ -1,16 +1,16 @@
-"""Averages of gradients over processes: they go round between devices, and land in memory that a machine's share.
+"""Averages of gradients over processes: devices exchange gradients, and sums land in memory that processes share.
 
 In a backward pass of all processes each trained segment is *exchanged* once. Its gradients are packed on the device, as
-they came; each process gets its share of everyone's, adds it up in the order of ranks, and downloads it to where its
-part of the sums is. Shares of several machines are added up before. So all of it crosses each link as often as if one
+they came. Each process gets its share of the gradients of all, adds it up in the order of ranks, and downloads it to
+its part of the sums. Shares of several machines are added up before. So all of it crosses each link as often as if one
 process were alone, and the sums are the same in every run.
 
-All processes exchange segments in one order, that of the first one, from the last unit to the first: what comes before
-its turn waits on the device, and what a process does not use is sent as zeros when its backward ends. A unit may be
-stepped when the shares of all have landed, and none reads its masters any more.
+All processes exchange segments in one order, that of the first one, from the last unit to the first. Gradients that
+come before their turn wait on the device, and weights that a process does not use send zeros when its backward ends.
+The optimizer may update a unit when the shares of all have landed, and no process reads its masters any more.
 
-Gradients that somebody sees in any process, by its `.grad` or by hooks, are each process's own until backward has
-ended, and are averaged then, as `.grad`. What each process has is told before and after a pass.
+If code in any process sees a gradient, in its `.grad` or by hooks, each process has its own until backward has ended,
+and these are averaged then, as `.grad`. Before and after a pass, each process tells the others which gradients it has.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Averages:
         """Begin a pass of all processes, unless one is under way, or this process runs backward alone."""
         if self._has_begun or not self._processes.trains:
             return
-        self._has_begun = True  # whatever happens, processes gather once
+        self._has_begun = True  # even after an error, processes gather once
         self._processes.passes += 1
         own_state: dict[str, tuple[list[str] | None, bool]] = {}
         for name, of_segment in self._by_name.items():
@@ -124,7 +124,7 @@ class Averages:
 
     def _names_in_sums(self, of_segment: SegmentGradients) -> list[str] | None:
         """Return the names of weights with earlier gradients in the sums; None if the next ones cannot be added."""
-        of_segment.wait()  # others are about to write to sums that a clip reads here
+        of_segment.wait()  # other processes are about to write to sums that a clip reads here
         of_segment.expect()
         stored = of_segment.stored_gradients
         sums = self._sums.get(of_segment)
@@ -195,7 +195,7 @@ class Averages:
     @torch.no_grad()
     def _send(self, sums: SharedSums, gathered: Mapping[Gradient, Tensor]) -> None:
         dtypes = [run.dtype if sums.come_as_expected else run.sum_dtype for run in sums.runs]
-        # A share of the sums is sent from there, too.
+        # A share of the sums is sent from that buffer, too.
         sizes = [
             max(run.numel * dtype.itemsize, run.share.nbytes)
             for run, dtype in zip(sums.runs, dtypes, strict=True)
@@ -266,7 +266,7 @@ class Averages:
         measured: Collection[Gradient] = ()
         if self._routes.measures_norms and box.is_keeper:  # the keeper measures norms for all processes
             measured = sums.brought_anywhere
-            tickets.append(CounterTicket(box, counters[1:], number))  # the norms are of all shares
+            tickets.append(CounterTicket(box, counters[1:], number))  # norms are measured over all shares
         land = partial(sums.land, number, measured)
         own_share = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
         # This process's own error is raised first, and not as if the others were late.

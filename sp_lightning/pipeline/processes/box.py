@@ -2,8 +2,8 @@
 
 The first of them, the *keeper*, makes each piece of memory without a name (`memfd_create`), and the others open it
 through the keeper's entry in /proc. So nothing lies in /dev/shm, whose size containers limit, and nothing is left when
-the processes have ended, however they do. Only the keeper writes to weights: it steps them for all. What code of users
-writes in the others goes to pages of their own, until processes meet.
+the processes have ended, even by a crash. Only the keeper writes to weights: it updates them for all. In the others,
+user code that writes to weights writes to pages of their own, until processes meet.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Box:
         All have to ask for the same pieces, in the same order, for weights of the same names.
 
         Raises:
-            OSError: If there is not so much memory.
+            OSError: If there is not enough memory.
             RuntimeError: If another process asks for other memory.
         """
         size = (-(-nbytes // _COUNTER_BYTES) + self.count) * _COUNTER_BYTES
@@ -165,13 +165,20 @@ class SharedMemory:
         box: The processes.
         names: The names of the weights that it is for.
         bytes: The memory.
-        own: The same memory once more, where this process alone sees what it writes: the system copies a page that it
-            writes to.
+        own: The same memory once more, in which only this process sees its own writes: the system copies a page that
+            it writes to.
         counters: For each process, the last generation that it has published.
         generation: The generation of the memory when all work that this process has submitted is done.
     """
 
-    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, own: Tensor, counters: Tensor) -> None:
+    def __init__(
+        self,
+        box: Box,
+        names: Sequence[str],
+        memory: Tensor,
+        own: Tensor,
+        counters: Tensor,
+    ) -> None:
         self.box = box
         self.names = names
         self.bytes = memory
@@ -180,7 +187,7 @@ class SharedMemory:
         self.counters = counters
 
     def drop_own_writes(self) -> None:
-        """Have this process see in its `own` memory what all have in theirs."""
+        """Make the `own` memory of this process equal to the shared memory again."""
         address, nbytes = ctypes.c_void_p(self.own.data_ptr()), ctypes.c_size_t(self.own.nbytes)
         ctypes.CDLL(None).madvise(address, nbytes, mmap.MADV_DONTNEED)
 
@@ -200,7 +207,7 @@ class CounterTicket(Ticket):
         self._box = box
         self._counters = counters
         self._number = number
-        self._since: float | None = None  # when somebody began to wait for it
+        self._since: float | None = None  # when the first wait for it began
 
     @override
     def join(self) -> None:

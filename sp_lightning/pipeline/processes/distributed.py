@@ -29,7 +29,7 @@ class Processes:
     Args:
         on_this_machine: Number of processes on each machine, which share its memory and cores; their ranks follow each
             other.
-        timeout: How long one waits for the others.
+        timeout: The longest time that a process waits for the others.
 
     Attributes:
         box: The processes of this machine, which share one copy of the model in CPU memory.
@@ -56,7 +56,7 @@ class Processes:
         self.trained_names: set[str] = set()
         # Parameters that stay on the device, of which each process has a copy, by name.
         self.copies: Mapping[str, nn.Parameter] = {}
-        # The names of those that code of users has written to here, as torch counts, since processes last met.
+        # The names of copies that user code has written to in this process, as torch counts, since processes last met.
         self.written_copies: set[str] = set()
         # Whether there may have been writes that torch does not count.
         self.copies_may_differ = False
@@ -66,7 +66,7 @@ class Processes:
     def broadcast_module(self, module: nn.Module) -> None:
         """Broadcast the first process's weights and buffers to all others, while they are still on the CPU.
 
-        On each machine, the weights of the first process are those of all: the others drop theirs.
+        On each machine, all processes use the weights of the first one: the others drop theirs.
 
         Raises:
             ValueError: The processes have built different models.
@@ -106,7 +106,7 @@ class Processes:
                 raise written_by_follower(name)
 
     def look_at_copies(self, changed_alike: bool = False) -> None:
-        """Note what was written to copies since the last look, unless all have `changed_alike`, as by optimizers."""
+        """Note writes to copies since the last look, unless all have `changed_alike`, for example by optimizers."""
         seen = {}
         for name, copy in self.copies.items():
             seen[name] = [(part._version, part.data_ptr()) for part in parts_of(copy)]
@@ -115,7 +115,7 @@ class Processes:
         self._seen_copies = seen
 
     def share_copies(self, names: Collection[str] | None = None) -> None:
-        """Give the first process's values of copies to all, of all copies if none are named."""
+        """Give the first process's values of copies to all; those of all copies if none are named."""
         for name, copy in sorted(self.copies.items()):
             if names is None or name in names:
                 self.broadcast(parts_of(copy))
@@ -130,7 +130,7 @@ class Processes:
 
     @property
     def is_planner(self) -> bool:
-        """Whether this process plans for all, which is so while their steps belong together."""
+        """Whether this process plans for all; one of them does while their steps belong together."""
         return self.trains and dist.get_rank() == 0
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The sums of a segment's gradients over the processes of a machine, which have them in one copy.
 
-Gradients that come in one dtype, to masters of one dtype, are a *run*. Its elements lie in one order on the device and
-in the sums, and the same part of both is the *share* of each process, which adds it up.
+Gradients that come in one dtype, to masters of one dtype, are a *run*. Its elements have the same order on the device
+and in the sums. Each process adds up one part of them, its *share*, which is the same part of both.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SharedSums:
         self.memory.publish(number)
 
     def fail_unless_landed(self, number: int) -> None:
-        """Note a failure if this process's share could not land: nobody here must wait for the others' then."""
+        """Note a failure if this process's share could not land: this process must not wait for the others' then."""
         box = self.memory.box
         if self.memory.counters[box.rank] < number:
             box.failure = RuntimeError(

@@ -7,13 +7,13 @@ Units are found in any tree:
    a `Sequential` of blocks is always divided: a stage of a CNN has few weights, but saves many activations,
 3. neighbors are joined while their sum stays below the size of a typical unit, which balances sizes (VGG, ResNet), and
    a leaf joins the one that it shares a weight with (a tied embedding and head); then `k_prime` of these are one unit,
-4. what is left is resident: small leaves, parameters of modules that have units in them, and what units share.
+4. the rest is resident: small leaves, parameters of modules that have units in them, and weights that units share.
 
 Layers of torch's that read weights of the layers in them, without calling these, are never divided, whatever their size
-or a user's policy: in evaluation they may be a single operation, which rounds otherwise, and must see their twins.
+or a user's policy. In evaluation they may be a single operation, which rounds differently and must see their twins.
 
-The search looks through the wrapper that `torch.compile(module)` returns, but it is the wrapper that becomes the
-member, because it is what is called.
+The search looks through the wrapper that `torch.compile(module)` returns. But the wrapper becomes the member, because
+the model calls the wrapper.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def find_units(
     """Find the units of a module tree, by the user's `policy` or by the rules at the top of this file.
 
     Blocks above a part of `device_bytes` are divided, and so are those that turned out not to be called themselves
-    (`split`). What is named in `resident` stays on the device. Of what is found, `k_prime` neighbors are one unit.
+    (`split`). Weights named in `resident` stay on the device. `k_prime` neighbors are joined into one unit.
 
     Raises:
         ValueError: If there is nothing to stream, or a name or policy matches nothing.
@@ -82,7 +82,7 @@ def find_units(
         pieces = _divide(tree, partial(_matches, tree, as_predicate(policy)))
         if not (pieces or split) and tree.total:
             raise _nothing_matches(policy, root)
-        typical = 0  # what the user chose is not joined
+        typical = 0  # the user's choices are not joined
     else:
         largest = _LARGEST_UNIT_BYTES
         if device_bytes is not None:
@@ -106,7 +106,7 @@ def _nothing_matches(policy: UnitPolicy, root: nn.Module) -> ValueError:
 
 
 def _divide(tree: Tree, stays_whole: StaysWhole) -> list[Piece]:
-    """Divide a tree into the outermost modules that stay whole, in its order; what is in none of them is left out."""
+    """Divide a tree into the outermost modules that stay whole, in its order; modules in none of them are left out."""
     seen: set[int] = set()
 
     def divide(module: nn.Module, is_block: bool) -> list[Piece]:
@@ -130,7 +130,7 @@ def _divide(tree: Tree, stays_whole: StaysWhole) -> list[Piece]:
 
 
 def _matches(tree: Tree, predicate: Callable[[str, nn.Module], bool], piece: Piece) -> bool:
-    """Tell whether a user's policy has a module as a unit."""
+    """Tell whether a user's policy makes a module a unit."""
     return predicate(tree.names[id(piece.module)], without_compile(piece.module))
 
 
@@ -160,7 +160,7 @@ def _blocks_of_list(tree: Tree, module: nn.Module) -> list[nn.Module]:
 
 
 def _has_blocks(tree: Tree, module: nn.Module) -> bool:
-    """Tell whether it is a list, or has a list of blocks inside; a list of leaves (an MLP) inside is not one."""
+    """Tell whether it is a list, or has a list of blocks inside; a list of leaves (an MLP) inside does not count."""
     if _blocks_of_list(tree, module):
         return True
     blocks = chain(*(_blocks_of_list(tree, inner) for inner in module.modules()))
@@ -182,7 +182,7 @@ def _worth_streaming(tree: Tree, pieces: list[Piece]) -> list[Piece]:
 def _join(tree: Tree, pieces: Sequence[Piece], typical: int) -> list[list[nn.Module]]:
     """Join neighbors up to the size of a typical unit in bytes, and leaves that share a weight, wherever they are."""
     groups: list[list[nn.Module]] = []
-    group_of_leaf: dict[Weight, list[nn.Module]] = {}  # the first leaf's that has a weight
+    group_of_leaf: dict[Weight, list[nn.Module]] = {}  # the group of the first leaf that has a weight
     room = 0  # bytes until the last group has the typical size
     for piece in pieces:
         weights = tree.weights_of(piece.module) if piece.is_leaf else []
@@ -201,7 +201,7 @@ def _join(tree: Tree, pieces: Sequence[Piece], typical: int) -> list[list[nn.Mod
 
 
 def _middle(sizes: Sequence[int]) -> int:
-    """Return the size up to which pieces have half of all bytes."""
+    """Return the size at which the pieces up to it have half of all bytes."""
     below = 0
     for size in sorted(sizes):
         below += size

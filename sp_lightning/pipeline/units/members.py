@@ -13,7 +13,11 @@ from sp_lightning.pipeline.units.unit import Division, Entry, Member, Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 
-def make_division(tree: Tree, groups: Sequence[Sequence[nn.Module]], resident_weights: Set[Weight]) -> Division:
+def make_division(
+    tree: Tree,
+    groups: Sequence[Sequence[nn.Module]],
+    resident_weights: Set[Weight],
+) -> Division:
     """Make a unit of each group of modules, without its resident weights, and members of all modules with a call."""
     resident = Unit("resident", resident=True)
     units: list[Unit] = []
@@ -47,12 +51,17 @@ def _make_unit(tree: Tree, group: Sequence[nn.Module], resident_weights: Set[Wei
     unit.members = [_make_member(tree, module, unit, module.modules()) for module in group]
     weights = dict.fromkeys(entry.weight for member in unit.members for entry in member.every_entry)
     unit.weights = [weight for weight in weights if weight not in resident_weights]
-    # what is stepped is sent in one copy
+    # the weights that an optimizer updates are sent in one copy
     unit.weights.sort(key=lambda weight: weight.master.requires_grad)
     return unit
 
 
-def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, owners: Iterable[nn.Module]) -> Member:
+def _make_member(
+    tree: Tree,
+    module: nn.Module,
+    unit: Unit | None,
+    owners: Iterable[nn.Module],
+) -> Member:
     """Make a member whose call may use the weights that `owners` have themselves."""
     member = Member(tree.names[id(module)], module, unit)
     for owner in owners:
@@ -67,7 +76,7 @@ def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, owners: Itera
 
 
 def _add_other_entrances(tree: Tree, units: Sequence[Unit]) -> None:
-    """Make members of other parts of units that modules around these may call: a compiled self, or a module inside."""
+    """Make members of other parts of units that modules around units may call: a compiled self, or a module inside."""
     unit_around = {id(inner): unit for unit in units for member in unit.members for inner in member.module.modules()}
     entrances = {id(member.module) for unit in units for member in unit.members}
     for module in tree.root.modules():
@@ -83,7 +92,7 @@ def _add_other_entrances(tree: Tree, units: Sequence[Unit]) -> None:
 def _add_modules_outside(tree: Tree, units: Sequence[Unit], resident: Unit) -> list[Member]:
     """Make resident members of modules outside of units that may use weights: whole subtrees, and modules around units.
 
-    Those of the latter that own no weights are returned: they have no unit, and their calls open a step.
+    Modules around units that own no weights are returned: they have no unit, and their calls open a step.
     """
     entered = [member.module for unit in (*units, resident) for member in unit.members]
     in_units = {id(inner) for module in entered for inner in module.modules()}

@@ -1,6 +1,6 @@
-"""Moves what a module has besides the weights that stream: it stays on the device.
+"""Moves the tensors of a module that do not stream: they stay on the device.
 
-Buffers do, because BatchNorm saves and changes these very tensors. So does what a `to` or an `_apply` of a user's own
+Buffers do, because BatchNorm saves and changes these very tensors. So do tensors that a user's own `to` or `_apply`
 moves: the anchors of a detector, the states of a metric, a teacher in a list. And so do parameters that cannot stream.
 """
 

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.torch_private import untracked
+from sp_lightning.pipeline.operations import untracked
 
 _NUMBERS_IN_ROW = 1024  # a fingerprint adds up the numbers of each row, and of each column
 
 
 class Residency(enum.Enum):
-    """Whether a unit's bytes are on the device; `Presence.become` alone changes it."""
+    """Whether a unit's bytes are on the device; only `Presence.become` changes it."""
 
     ABSENT = enum.auto()
     """The unit's place holds nothing, or another unit's bytes, or some that are out of date."""
     COMING = enum.auto()
-    """Copies to the device have been asked for; computing has yet to wait for their tickets."""
+    """The engine has asked for copies to the device; computing has yet to wait for their tickets."""
     READABLE = enum.auto()
     """Computing waits for the copy, so everything computed from now on sees the bytes."""
 
@@ -34,15 +34,15 @@ _TRANSITIONS = (
 
 
 class Presence:
-    """What is on the device of a unit.
+    """The part of a unit that is on the device.
 
     Attributes:
         place: The device memory that the unit is copied to.
         residency: Whether its bytes are there.
         uploads: The copies to the device, which may still be under way.
         suspect: Whether the masters may have changed since they were last checked.
-        fingerprint: The bytes before the call inside, in short; None unless writes that torch does not count are looked
-            for.
+        fingerprint: A digest of the bytes before the call inside; None unless the engine looks for writes that torch
+            does not count.
     """
 
     place: Tensor
@@ -56,7 +56,7 @@ class Presence:
 
     @property
     def is_valid(self) -> bool:
-        """Whether weights on the device have their values: nobody has to bring them."""
+        """Whether weights on the device have their values, so that no copy is needed."""
         return self.residency is Residency.READABLE and not self.suspect
 
     def become(self, residency: Residency) -> None:
@@ -84,7 +84,7 @@ class Presence:
             self.fingerprint = _fingerprint(self.place)
 
     def has_changed(self, goes_on: bool) -> bool:
-        """Tell whether the bytes have changed while they were watched, which may go on."""
+        """Tell whether the bytes have changed while they were watched; watch on if asked."""
         if self.fingerprint is None:
             return False
         before, after = self.fingerprint, _fingerprint(self.place)

@@ -1,11 +1,11 @@
 """A module tree as the search for units sees it: its weights, their bytes, and which of them stay on the device.
 
-To manage a parameter is to point it to memory of the engine's own, which must be possible without anybody noticing.
+To manage a parameter is to point it to memory of the engine's own, which must be possible without other code noticing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from operator import mul
 
 import torch
@@ -28,7 +28,7 @@ class Tree:
         split: Collection[str] = (),
     ) -> None:
         self.root = root
-        # modules that say they equal others have names, too: torch would leave them out
+        # modules that claim to be equal to others need names, too: torch would leave them out
         named_modules = list(root.named_modules(remove_duplicate=False))
         self.names = {id(module): name for name, module in reversed(named_modules)}
         # weights that the engine can manage, by the identity of the parameter
@@ -63,7 +63,7 @@ class Tree:
         return [child for child in without_compile(module).children() if self.bytes_of(child)]
 
     def may_be_member(self, module: nn.Module) -> bool:
-        """Tell whether calls of a module can be relied on: it has a forward, and its parent does not bypass it."""
+        """Tell whether the engine can rely on calls of a module: it has a forward that its parent does not bypass."""
         return is_called(module) and self.names[id(module)] not in self._split
 
     def _collect_weights(self) -> None:
@@ -139,7 +139,7 @@ def _tied_by_memory(root: nn.Module) -> set[int]:
                 spans.append((str(part.device), first_byte, after, id(owner)))
     tied: set[int] = set()
     reached = ("", 0)  # the device, and the byte on it, up to which there are spans so far
-    furthest_owner = 0  # whose span ends there
+    furthest_owner = 0  # the owner of the span that ends there
     for device, first_byte, after, owner_identity in sorted(spans):
         if (device, first_byte) < reached:
             tied |= {owner_identity, furthest_owner}
@@ -147,3 +147,40 @@ def _tied_by_memory(root: nn.Module) -> set[int]:
             reached = device, after
             furthest_owner = owner_identity
     return tied
+
+
+def check_module(module: nn.Module, taken: Set[int]) -> None:
+    """Raise if a module cannot be streamed; `taken` are the identities of parameters that others stream."""
+    if isinstance(module, type):
+        raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several "
+            "modules into one, such as an `nn.Sequential`."
+        )
+    for name, parameter in module.named_parameters():
+        if id(parameter) in taken:
+            raise ValueError(
+                f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example "
+                "data before the model is given to superpipeline."
+            )
+        if parameter.is_inference():
+            raise ValueError(
+                f"Parameter {name!r} was made in inference mode, so nothing can follow writes to "
+                "it. Build the model outside of `torch.inference_mode()`."
+            )
+        if getattr(parameter, "grad_dtype", parameter.dtype) not in (parameter.dtype, None):
+            raise ValueError(
+                f"Parameter {name!r} is {parameter.dtype}, and its `grad_dtype` {parameter.grad_dtype}: superpipeline "
+                "has gradients in the dtype of their weights. Leave `grad_dtype` as it is."
+            )
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Materialize the "
+                "model on the CPU first (`module.to_empty(device='cpu')` and then load or "
+                "initialize its weights)."
+            )

@@ -1,7 +1,7 @@
 """Units: weights that stream together, and the modules whose calls need them.
 
 A *unit* enters and leaves the device as a whole: a layer, a block, several small layers, or `k_prime` such neighbors.
-What of it is on the device is its *presence* (presence.py). Its *members* are the modules whose calls enter it.
+Its *presence* is its part on the device (presence.py). Its *members* are the modules whose calls enter it.
 `finder.py` finds units in a module tree.
 """
 
@@ -23,11 +23,11 @@ from sp_lightning.pipeline.weights.weight import USES_TO_WATCH, Life, Twin, Weig
 
 @dataclass
 class Readers:
-    """Who may still read a unit's weights where they lie on the device, or in their masters, besides its calls."""
+    """The code besides a unit's calls that may still read its weights on the device, or in their masters."""
 
     handles: int = 0  # saved tensors of live graphs that are its weights, or views of them
     calls_to_come: int = 0  # calls of live graphs that no backward has reached yet
-    # whether somebody has an alias of a master that was taken in this step
+    # whether code has an alias of a master that was taken in this step
     has_aliases: bool = False
     # whether a custom Function was applied in a call in this step, and may read its weights in backward
     has_raw_readers: bool = False
@@ -39,7 +39,7 @@ class Readers:
 
 
 class StepOnDevice(Protocol):
-    """A step of a unit on the device, which begins when somebody asks for it (optimizer/visit.py)."""
+    """A step of a unit on the device, which begins when a part of the engine asks for it (optimizer/visit.py)."""
 
     def begin(self, in_place: bool = True) -> Ticket:
         """Begin the step, and return the ticket of the new weights; `in_place` has it put them in the unit's place."""
@@ -49,14 +49,14 @@ class StepOnDevice(Protocol):
 class UnitUpdate:
     """An optimizer's update of a unit, and where it is made."""
 
-    is_on_device: bool = False  # whether updates are made on the device, to which state comes for them
+    is_on_device: bool = False  # whether updates run on the device, and the state is copied there for them
     # an optimizer's work on the masters; None if there is none, or once it is known to be done
     ticket: Ticket | None = None
     # an update on the device that has not begun: it brings new weights if it begins as the unit is loaded
     to_begin: StepOnDevice | None = None
-    # whether it was made in backward, and `step()` is still to be called: nobody can read the weights
+    # whether it ran in backward, and `step()` is still to be called: the weights cannot be read until then
     is_early: bool = False
-    is_ahead: bool = False  # whether it was so with the gradients of other processes
+    is_ahead: bool = False  # whether such an early update has used the gradients of other processes
 
 
 class Unit:
@@ -67,7 +67,7 @@ class Unit:
         self.resident = resident
         self.index = -1  # number of the unit in the window, in expected order; -1 for a single weight
 
-        # what it consists of
+        # its parts
         self.weights: list[Weight] = []  # weights that are copied to the device
         # all weights of a unit that stays on the device with its state: its `weights` is empty
         self.weights_on_device: list[Weight] = []
@@ -75,12 +75,12 @@ class Unit:
         self.members: list[Member] = []
         self.segments: Sequence[Segment] = []  # the host memory that the unit is copied from
 
-        # what is on the device
+        # its part on the device
         self.presence = Presence(name)
         # units whose places overlap this one's; a unit without any is loaded only when its masters have changed
         self.conflicts: frozenset[Unit] = frozenset()
 
-        # who uses it
+        # its users
         # forward calls that are inside of the unit now; it is not evicted while there are any
         self.users = 0
         self.is_reached = False  # whether backward has reached the unit, so that its modules hold twins
@@ -89,7 +89,7 @@ class Unit:
 
     @property
     def every_weight(self) -> list[Weight]:
-        """All of its weights, wherever they live."""
+        """All of its weights, wherever they are."""
         return self.weights + self.weights_on_device
 
     @property
@@ -99,7 +99,7 @@ class Unit:
 
     @property
     def is_followed(self) -> bool:
-        """Whether another process owns and steps the masters, and this process has them, too."""
+        """Whether another process owns and updates the masters, and this process shares them."""
         return any(segment.is_followed for segment in self.segments)
 
     def abandon(self) -> None:
@@ -124,7 +124,7 @@ class Unit:
                 weight.twin.set_place(self, data)
 
     def leave_place(self) -> None:
-        """Let go of the device memory; nothing is left there, nor in what twins graphs have besides."""
+        """Let go of the device memory, and of that of the other twins that graphs have."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.presence.set_place(nothing)
         for segment in self.segments:
@@ -139,9 +139,9 @@ class Unit:
         self.segments = segments
 
     def leave(self, is_over: bool) -> None:
-        """Put the masters back after backward has reached it, but for its calls that are running.
+        """Put the masters back after backward has reached the unit, except in its calls that are running.
 
-        Those of resident weights only when backward is over: another unit that it has reached may share them.
+        The masters of resident weights follow only when backward is over: another unit that it reached may share them.
         """
         self.is_reached = False
         for member in self.members:
@@ -151,16 +151,16 @@ class Unit:
 
 @dataclass
 class Entry:
-    """An entry of a module's `_parameters` that is a weight."""
+    """An entry of a module's `_parameters` that is a weight of the engine's."""
 
     parameters: dict[str, nn.Parameter | None]
     key: str
     weight: Weight
-    has_leaf: bool = False  # whether a leaf is there, which the master is to replace again
+    has_leaf: bool = False  # whether it holds a leaf, which the master is to replace again
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the module has the weight there, as its master or its twin, and not what `functional_call` lends."""
+        """Whether the module has its master or twin there, and not a tensor that `functional_call` lends."""
         current = self.parameters.get(self.key)
         return current is self.weight.master or current is self.weight.twin.parameter
 
@@ -201,7 +201,7 @@ class Member:
             twin, master = entry.weight.twin, entry.weight.master
             if twin.parameter.requires_grad != master.requires_grad:
                 prepare(twin)
-            # where `functional_call` has put another tensor, that stays
+            # a tensor that `functional_call` has put there stays
             if entry.parameters.get(entry.key) is master:
                 entry.has_leaf = True  # an interrupt may come before the next line
                 entry.parameters[entry.key] = twin.parameter
@@ -214,7 +214,7 @@ class Member:
             module._flat_weights = [present[id(weight)] for weight in weights]
 
     def put_back_masters(self, resident_too: bool = True) -> None:
-        """Put the masters back; what is neither a twin nor a master is the user's and stays."""
+        """Put the masters back; a tensor that is neither a twin nor a master is the user's and stays."""
         leaving: list[Twin] = []
         for entry in self.entries:
             weight = entry.weight
@@ -233,7 +233,7 @@ class Member:
 
     @contextmanager
     def computing_with(self, twins: Sequence[Twin]) -> Iterator[None]:
-        """Have calls in the block compute with these twins, one for each entry, some of which others have replaced."""
+        """Have calls in the block compute with these twins, one for each entry; other twins may have replaced some."""
         replaced = [
             (entry, twin) for entry, twin in zip(self.entries, twins, strict=True) if twin.life is Life.IN_GRAPHS
         ]

@@ -1,15 +1,15 @@
 """Autocast: which weights are sent in the dtype that it casts them to, and how numbers stay its own.
 
 [Note: weights that autocast lowers]
-A weight that autocast casts anyhow is sent already cast, at half the bytes. Which ones these are is known of torch's
-layers before the first step. Of other weights (a Parameter that a forward gives to `F.linear`), the leaves tell in the
-first one, in which they lie on the device in their own dtype.
+A weight that autocast casts anyhow is sent already cast, at half the bytes. For torch's layers, the engine knows these
+weights before the first step. For others (a Parameter that a forward gives to `F.linear`), the leaves tell in the
+first step, in which such weights are on the device in their own dtype.
 
 That is a guess: a hook may read `layer.weight`, a forward may switch autocast off, a layer may be called twice. So a
 leaf sees each operation that it is given to. It passes as the operand of what autocast casts, in each graph for as long
-as autocast's cache would have one cast of it. Whatever else a program does with a lowered weight gets it in its own
-dtype at once, which is how it is sent from then on; what autocast has cast before stays cast for as long as it would.
-So numbers are those of plain autocast in every step.
+as autocast's cache would have one cast of it. Any other use of a lowered weight gets it in its own dtype at once, and
+the weight is sent in that dtype from then on. Earlier casts stay for as long as autocast would keep them. So numbers
+are those of plain autocast in every step.
 
 Gradients of several casts add up in fp32. So if a graph has another cast of a lowered weight, or an earlier graph that
 may share its backward has one, this cast gets a leaf of its own over the same memory, and the weight is sent as it is
@@ -58,9 +58,9 @@ from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become
 _CAST_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-"""Layers of torch's whose weights autocast casts on every device, and who do nothing else with them.
+"""Layers of torch's whose weights autocast casts on every device, and which do nothing else with them.
 
-Cells of RNNs would be, too, but are called for each token, and then gradients of several casts add up in fp32.
+Cells of RNNs would belong here, but they are called for each token, and gradients of several casts add up in fp32.
 """
 
 WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -70,7 +70,7 @@ In evaluation, some may be a single operation, which gets the weights as they ar
 used, torch would compute other numbers without it.
 """
 
-# What autocast casts on every device, and once, whatever the other operands are
+# Autocast casts the operands of these functions on every device, and once, whatever the other operands are.
 _NAMES = (
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm_cell", "gru_cell", "rnn_tanh_cell",
@@ -161,7 +161,7 @@ class Casts:
         self._probe = None
 
     def note_as_is(self, weight: Weight) -> None:
-        """Note that a weight is used in its own dtype: from when weights are placed next, it is sent in that."""
+        """Note that a weight is used in its own dtype. It is sent in that dtype once weights are placed again."""
         self.used_as_is.add(id(weight.master))
 
     def note_cast(self, weight: Weight) -> None:
@@ -173,8 +173,8 @@ class Casts:
     def cast_in_cache(self, device: torch.device) -> object:
         """Return an object that is the same for as long as autocast's cache has one cast of each weight.
 
-        Without the cache each cast is another. With it, a cast stays until autocast's outermost scope ends, and nothing
-        tells of that. So a parameter of our own is cast, too: the node of its cast is the same as long as the cache is.
+        Without the cache, each use makes a new cast. With it, a cast stays until autocast's outermost scope ends, and
+        nothing reports that end. So a parameter of our own is cast, too: the node of its cast lives with the cache.
         """
         if not torch.is_autocast_cache_enabled():
             return object()
@@ -217,14 +217,14 @@ class Lowering:
         self._casts.note_as_is(weight)
         if leaf.dtype is not weight.dtype:
             return self._device.serve(weight)
-        if not (weight.lowered or weight.twins_in_graphs):  # no graph has a cast of lowered values: nobody has to watch
+        if not (weight.lowered or weight.twins_in_graphs):  # no graph has a cast of lowered values: no need to watch
             weight.twin.stop_watching()
         return leaf
 
     def to_cast(self, weight: Weight, builds_graph: bool) -> nn.Parameter:
         """Note that autocast casts a weight, and return the leaf to cast, which gets the gradients of this cast alone.
 
-        If the twin's leaf has those of another cast, this is the leaf of a new twin.
+        If the twin's leaf already gets the gradients of another cast, this is the leaf of a new twin.
         """
         casts, graphs, twin = self._casts, self._graphs, weight.twin
         if builds_graph or not weight.master.requires_grad:

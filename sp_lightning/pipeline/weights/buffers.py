@@ -75,12 +75,18 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
 class HostBuffer:
     """Page-aligned host memory of exactly the bytes asked for, pinned (page-locked) where asked for and possible.
 
-    Beside an accelerator, forked processes such as a loader's workers find zeros in it until it is released. Otherwise
-    the first write to a page after a fork would copy the page: memory would be taken twice, and the device might go on
-    reading the old one. In plain training, workers cannot use weights either, as these lie on the device.
+    If the device is an accelerator, forked processes such as a loader's workers find zeros in it until it is released.
+    Otherwise the first write to a page after a fork would copy the page: it would take memory twice, and the device
+    might go on reading the old one. In plain training, workers cannot use weights either, as these are on the device.
     """
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | SharedMemory | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        backend: Backend,
+        pin: bool,
+        memory: Tensor | SharedMemory | None = None,
+    ) -> None:
         self._wiped: mmap.mmap | None = None
         self.pinned = False
         self.shared: SharedMemory | None = None  # the memory, if processes share it
@@ -99,7 +105,7 @@ class HostBuffer:
                 memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self.bytes: Tensor = memory  # the memory; empty once it was released
         self.nbytes = memory.nbytes  # the size, which stays when the memory is released
-        # Buffers beside the masters: for their copies, gradients and optimizer state, by purpose.
+        # Buffers next to the masters: for their copies, gradients and optimizer state, by purpose.
         self.companions: dict[str, HostBuffer] = {}
         self._backend = backend
         if pin:
@@ -107,7 +113,7 @@ class HostBuffer:
 
     @property
     def masters(self) -> Tensor:
-        """The memory as users' code has it; writes to it reach no other process unless this one owns the memory."""
+        """The memory that user code gets; writes to it reach no other process unless this one owns the memory."""
         return self.bytes if self.shared is None or self.shared.box.is_keeper else self.shared.own
 
     def pin(self) -> None:
@@ -125,8 +131,8 @@ class HostBuffer:
     def release(self) -> None:
         """Unpin the memory, share it with forked processes again, and release it and its companions.
 
-        Tensors in the memory keep it. This object does not, though reference cycles may keep the object until the
-        garbage collector comes.
+        Tensors in the memory keep it alive. This object does not, even if reference cycles keep the object until the
+        garbage collector runs.
         """
         for purpose in list(self.companions):
             self.release_companion(purpose)
@@ -137,9 +143,9 @@ class HostBuffer:
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def get_companion(self, purpose: str, nbytes: int, pin: bool, together: bool = False) -> HostBuffer:
-        """Return a buffer of this size beside the weights; it stays when weights are placed again.
+        """Return a buffer of this size next to the weights; it stays when weights are placed again.
 
-        If it is had `together`, the processes that share the weights share it, too.
+        With `together`, the processes that share the weights share the buffer, too.
         """
         if purpose not in self.companions or self.companions[purpose].nbytes != nbytes:
             self.release_companion(purpose)
@@ -150,6 +156,6 @@ class HostBuffer:
         return self.companions[purpose]
 
     def release_companion(self, purpose: str) -> None:
-        """Release the buffer beside the weights for this purpose, if there is one."""
+        """Release the buffer next to the weights for this purpose, if there is one."""
         if purpose in self.companions:
             self.companions.pop(purpose).release()

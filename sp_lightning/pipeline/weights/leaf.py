@@ -1,7 +1,7 @@
 """The leaf of a twin: a Parameter that stands in for the master while its unit computes.
 
 [Note: one weight, two Parameters]
-The one that the module tree has is the weight; whoever uses the other one gets it. A program may hold a master since
+The one in the module tree is the weight; code that uses the other one gets it. A program may hold a master since
 `__init__` and use it within its module's call: the guard gives it the leaf (guard.py). And a program may keep a leaf
 beyond the call: once no module has it any more, its class is `DepartedLeaf` (departed.py), which gives the master. So a
 kept leaf never reads what others have put in its place.
@@ -10,7 +10,7 @@ A forward may contain `self.weight.data.clamp_()`, which has to reach the master
 `.data` shares its version. Attributes that users set on a Parameter, its hooks, and its gradient are those of the
 master.
 
-`torch.compile` has to look into this file. What the engine does around graphs is elsewhere, or it would be compiled.
+`torch.compile` has to look into this file. The engine's work around graphs is in others, or it would be compiled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CopiedPlainly(nn.Parameter):
 
 
 class WithMaster(Protocol):
-    """A weight, as far as its leaf has to know it."""
+    """The part of a weight that its leaf has to know."""
 
     name: str
     master: nn.Parameter
@@ -52,7 +52,7 @@ class TwinParameter(CopiedPlainly):
 
     @property
     def data(self) -> Tensor:
-        """The values, without history, as of any Parameter."""
+        """The values, without history, like the `.data` of any Parameter."""
         return self.detach()  # shares the leaf's version, as dynamo has it, too
 
     @data.setter
@@ -65,7 +65,7 @@ class TwinParameter(CopiedPlainly):
         return self
 
     def _refuse_other_memory(self, values: object) -> None:
-        """Raise unless values are those that it has: `module.float()` may have nothing to convert."""
+        """Raise unless these are the values that it has: `module.float()` may have nothing to convert."""
         is_same = values is self or (
             isinstance(values, Tensor) and values.data_ptr() == self.data_ptr() and values.dtype is self.dtype
         )
@@ -97,7 +97,7 @@ class EagerLeaf(TwinParameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The master's gradient: what autograd gives the leaf is taken from it at once."""
+        """The master's gradient: the engine takes the one that autograd gives the leaf at once."""
         return self.weight.master.grad
 
     @grad.setter

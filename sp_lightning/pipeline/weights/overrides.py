@@ -1,10 +1,10 @@
 """Functions of torch's that take weights without asking their class (`__torch_function__`): here they are made to ask.
 
 Factories such as `torch.tensor(weight)` take any object, `nn.Parameter(weight)` takes those of torch's own classes, and
-custom autograd Functions take whatever they are given. They are changed once in a process, when a module is first
-attached, and do what they did for everything but our own classes.
+custom autograd Functions take all arguments as they are. They are changed once in a process, when the engine is first
+imported, and do what they did for everything but our own classes.
 
-`torch.compile` has to look into this file, as it meets these functions in the code of users.
+`torch.compile` has to look into this file, as it meets these functions in user code.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Kinds = Sequence[type[nn.Parameter]]
 
 
 class SeesFunctions(Protocol):
-    """Whoever wants to know of custom autograd Functions that are applied."""
+    """A listener that is told of each custom autograd Function that is applied."""
 
     def note_function(self, output: Any) -> None:
-        """Note what a Function has returned."""
+        """Note the output of a Function."""
 
 
 class RunningCalls(threading.local):
@@ -48,7 +48,7 @@ running_calls = RunningCalls()
 
 
 def see_all_uses(kinds: Kinds, leaves: Kinds) -> None:
-    """Have these classes see what torch would not tell them of, and calls of units see custom Functions."""
+    """Have these classes see uses that torch would not tell them of, and calls of units see custom Functions."""
     remember_device_constructors()
     for name in _FACTORIES:
         _have_classes_asked(torch, name, kinds)
@@ -80,9 +80,9 @@ def _have_classes_asked(owner: Any, name: str, kinds: Kinds) -> None:
 def _make_parameters_of(kinds: Kinds, leaves: Kinds) -> None:
     """Have `nn.Parameter(data)` take instances of these classes for Parameters.
 
-    It asks for the very classes of torch's. Of others it wants a `detach` that returns what is a Parameter, too.
-    Nothing else than its `__new__` is asked. A Parameter that is made of a leaf may outlive what lies in the leaf's
-    place. So it gets memory of its own.
+    It takes instances of torch's own classes only. For those of other classes, `detach` has to return a Parameter, too.
+    Only its `__new__` is replaced. A Parameter that is made of a leaf may outlive the values in the leaf's place. So it
+    gets memory of its own.
     """
     make = nn.Parameter.__new__
 

@@ -4,7 +4,7 @@ Those of torchao are tensors that contain others (integers, scales), those of bi
 state. Both know how to move to a device. So the leaf of a twin is what the master's own `to` has made, and only its
 memory is ours: each tensor in it becomes a part of the twin's place on the device.
 
-Nobody trains such weights, so masters are not guarded, and nothing is known of gradients here.
+Such weights are not trained, so masters are not guarded, and this file does not deal with gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter is frozen, of a class that knows how to move it, and consists of what can be moved."""
+    """Tell whether a parameter is frozen, of a class that knows how to move it, and consists of parts that can move."""
     knows_how = contains_others(parameter) or type(parameter).to is not Tensor.to
     if parameter.requires_grad or not knows_how:
         return False
@@ -66,7 +66,7 @@ class QuantizedTwin(Twin):
         return sum(part._version for part in parts_of(self.parameter))
 
     def is_touched(self) -> bool:
-        """Tell that no forward has written to it, as nobody trains it; raise if one has, or it has other memory.
+        """Return False, as frozen weights are not written to; raise if a forward has done so, or moved the memory.
 
         On a CPU, bitsandbytes packs weights into other memory.
         """
@@ -94,7 +94,12 @@ class QuantizedWeight(Weight):
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return sum(part._version for part in parts_of(self.master)) + self.replacements
 
-    def point_master_to(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
+    def point_master_to(
+        self,
+        host: Tensor,
+        is_filled: bool = False,
+        address: int | None = None,
+    ) -> None:
         """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
         places: list[Tensor] = []
         for part, offset in _offsets(parts_of(self.master)):
@@ -114,7 +119,7 @@ class QuantizedWeight(Weight):
         return all(part.data_ptr() == start + offset for part, offset in parts)
 
     def locate_master(self) -> int:
-        """Return its version, or raise if it was given other memory, a reason between steps to attach anew."""
+        """Return its version, or raise if it was given other memory, a reason between steps to attach again."""
         if not self.parts_are_in(self.engine_memory):
             raise RuntimeError(
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "

@@ -3,13 +3,13 @@
 Their gradients are sent in one copy, too (`GradientLayout`).
 
 A segment goes to the device in one copy, so everything that it sends lies together. Weights that are sent in the dtype
-in which they are kept are sent from where their masters lie. Of a segment that autocast lowers, copies in the dtype
-that is sent lie together beside the masters, written once per change of these.
+in which they are kept are sent from where their masters lie. If autocast lowers a segment, copies in the dtype that is
+sent lie together next to the masters. They are written once per change of the masters.
 
 [Note: epochs]
 A segment's epoch grows with every change of its masters: an optimizer's step, a write that torch counts, an alias that
-somebody takes and may write to (`p.data`), other memory (`p.data = ...`). It notes which epoch lies in its place on the
-device. So beside adapters that are stepped, a frozen base that still lies there is not sent again.
+code takes and may write to (`p.data`), other memory (`p.data = ...`). The segment notes which epoch is in its place on
+the device. So when adapters are updated, a frozen base that is still there is not sent again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from torch.autograd.graph import increment_version
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.processes.box import Box, written_by_follower
 from sp_lightning.pipeline.stats import Progress
-from sp_lightning.pipeline.torch_private import untracked, without_torch_function
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
 NOTHING = -1  # no epoch
 STAGING_BUFFERS = 2  # one is filled while the other is sent
-# Several processes need as many for gradients that they receive, and one for a share that is added up in fp32.
+# Each of several processes needs as many for gradients that it receives, and one for a share that it adds up in fp32.
 STAGING_OF_SEVERAL = 2 * STAGING_BUFFERS + 1
 MEASURED = {torch.float32, torch.bfloat16}  # dtypes of masters whose gradients bring their norms
 
@@ -94,7 +95,7 @@ class Segment:
                     self._written = weight
 
     def check_shared(self) -> None:
-        """Raise if a step would compute with what the other processes do not have."""
+        """Raise if a step would compute with values that the other processes do not have."""
         if self.is_followed and self._written is not None:
             raise written_by_follower(self._written.name)
         for weight in self.weights if self.memory.shared is not None else ():
@@ -109,7 +110,7 @@ class Segment:
         is_edited, written, shared = self.is_edited, self._written, self.memory.shared
         self.is_edited = False
         self._written = None
-        if shared is None:  # a weight that was made resident, of which another segment tells
+        if shared is None:  # this weight was made resident, and another segment tells of its edits
             return False
         if shared.box.is_keeper:
             return is_edited
@@ -118,7 +119,7 @@ class Segment:
         return written is not None
 
     def leave_shared_memory(self) -> None:
-        """Have this process alone see from now on what it writes to masters."""
+        """Keep this process's writes to masters from the other processes from now on."""
         shared = self.memory.shared
         offsets, _ = lay_out([weight.nbytes for weight in self.weights])
         for weight, offset in zip(self.weights, offsets, strict=True):
@@ -134,7 +135,7 @@ class Segment:
     def _observe_versions(self) -> bool:
         """Observe the masters' versions, and tell whether masters may have changed since the last time.
 
-        Nothing is known of a master that has other memory than the engine's.
+        A master that is in other memory than the engine's may always have changed.
         """
         before = self._versions
         self._versions = [weight.locate_master() for weight in self.weights]
@@ -210,9 +211,9 @@ def sent_together(weights: Iterable[Weight]) -> list[list[Weight]]:
 
 
 class HostMemory:
-    """The masters' memory, and the memory beside it. Masters that stay together do not move.
+    """The masters' memory, and the memory next to it. Masters that stay together do not move.
 
-    Where processes share masters, they share copies, too. All make their memory at the same moments, in one order.
+    Processes that share masters share copies, too. All of them make memory at the same moments, in the same order.
 
     After an exception in the middle, such as a KeyboardInterrupt, each master has its values, where it was or in
     memory of which this object knows.
@@ -239,11 +240,11 @@ class HostMemory:
             return STAGING_BUFFERS
         if self._box.count > 1:
             return STAGING_OF_SEVERAL
-        # A process that is alone on its machine has all sums as its share: twice the bytes of gradients, at most.
+        # The share of a process that is alone on its machine is all sums: twice the bytes of gradients, at most.
         return 2 * STAGING_OF_SEVERAL
 
     def nbytes_for(self, purpose: str) -> int:
-        """Return the bytes that lie beside masters for this purpose."""
+        """Return the bytes next to masters that serve this purpose."""
         companions = [buffer.companions.get(purpose) for buffer in self._buffers]
         return sum(companion.nbytes for companion in companions if companion is not None)
 
@@ -302,7 +303,7 @@ class GradientLayout:
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
         self.dtypes = list(dtypes)
         shapes = [(weight.layout.size(), weight.layout.stride()) for weight in weights]
-        # Tensors of the same forms, and not the weights: these would keep their memory as long as this object.
+        # These are tensors of the same forms, and not the weights: those would stay in memory as long as this object.
         self._forms = [torch.empty_strided(size, stride, device="meta") for size, stride in shapes]
         sizes = [weight.layout.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
@@ -324,7 +325,8 @@ def norm_dtype_of(weights: Iterable[Weight]) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= MEASURED else None
 
 
-def gradient_bytes(weights: Iterable[Weight]) -> int:
-    """Return the bytes of the gradients of a unit's weights as they are sent to the host, and of their norms."""
+def gradient_bytes(weights: Iterable[Weight], are_sums: bool = False) -> int:
+    """Return the bytes of the gradients of a unit's weights as they are sent to the host, or of sums, and of norms."""
     trained = [weight for weight in weights if weight.master.requires_grad]
-    return GradientLayout(trained, [weight.compute_dtype for weight in trained]).nbytes
+    dtypes = [weight.dtype if are_sums else weight.compute_dtype for weight in trained]
+    return GradientLayout(trained, dtypes).nbytes

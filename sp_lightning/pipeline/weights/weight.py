@@ -3,6 +3,23 @@
 The *master* is the `nn.Parameter` that the user's module was built with. It stays on the host for good; optimizers,
 clipping, EMA and checkpoints see nothing else. The *twin* is a Parameter over device memory; while a unit computes,
 twins take the masters' places in the module tree, so the graph is built on the device.
+
+[Note: the tensors]
+    tensor          what it is                                      made by                     lives
+    master          the user's Parameter, over a segment's buffer   the user                    as long as the module
+    leaf            the twin's Parameter, which graphs accumulate   Twin                        from attach to detach
+                    into; it stands in for the master in modules
+    twin.data       its values, in the unit's place on the device   Unit.set_place              until weights are placed
+    lowered copy    the master in autocast's dtype, which is sent   Segment.prepare             while autocast lowers it
+                    in its stead, beside the masters
+    handle          what autograd saves in place of the leaf, or    SavedTensors.pack           as long as the graph
+                    of a view of it
+    staging         a unit's gradients, packed on the device        StagingBuffers              until they were copied
+    landing         gradients on the host on their way into a sum   LandingBuffers              until they were read
+                    or into the optimizer
+    gradient        what the engine has until somebody reads        Routes                      until zeroed or used
+                    `.grad`: beside the masters, in a landing
+                    buffer, or on the device
 """
 
 from __future__ import annotations
@@ -15,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
@@ -55,7 +72,7 @@ def outdated_graph_error(what: str) -> RuntimeError:
 
 
 class Life(enum.Enum):
-    """What a twin's leaf is to the program, which may keep it; `become` alone changes it.
+    """The role of a twin's leaf for the program, which may keep the leaf; only `become` changes it.
 
     DEPARTED <---> IN_USE ----> IN_GRAPHS
     """
@@ -71,7 +88,7 @@ class Life(enum.Enum):
 class Twin:
     """A weight on the device: tensors over a unit's place, which does not change until weights are placed again."""
 
-    changes_class = True  # whether the class of its leaf tells what that is to the program
+    changes_class = True  # whether the class of its leaf tells the leaf's role
 
     def __init__(self, weight: Weight, unit: Unit, data: Tensor) -> None:
         self.weight = weight
@@ -102,12 +119,12 @@ class Twin:
         self.note_unchanged()
 
     def _point_leaf(self) -> None:
-        # The leaf's own setter is passed by: dynamo would compile it, and torch 2.14 cannot.
+        # This bypasses the leaf's own setter: dynamo would compile it, and torch 2.14 cannot.
         _DATA.__set__(self.parameter, self.data)
         become(Life.IN_USE if self.weight.leaf_count else Life.DEPARTED, [self])
 
     def stop_watching(self) -> None:
-        """Have the leaf tell nothing of its uses any more."""
+        """Stop the leaf from reporting its uses."""
         self.weight.leaf_class = EagerLeaf
         become(self.life, [self])
 
@@ -143,12 +160,49 @@ class Twin:
 
 
 def become(life: Life, twins: Iterable[Twin]) -> None:
-    """Set what the leaves of twins are to the program from now on; those of quantized weights keep their class."""
+    """Set the role of the leaves of twins; those of quantized weights keep their class."""
     for twin in twins:
         assert twin.life is not Life.IN_GRAPHS, twin.weight.name
         twin.life = life
         if twin.changes_class:
             twin.parameter.__class__ = DepartedLeaf if life is Life.DEPARTED else twin.weight.leaf_class
+
+
+class Handle:
+    """What autograd saves in place of a weight, or of a view of one: an alias of its fixed place.
+
+    The engine may give the place to another unit between forward and backward. So backward unpacks a handle, makes sure
+    that the weight is on the device, and reads it there (activations/saved.py).
+
+    Attributes:
+        alias: The tensor over the place.
+        key: The identity of the place.
+    """
+
+    __slots__ = ("_readers", "_twin", "_version", "alias", "key")
+
+    def __init__(self, twin: Twin, tensor: Tensor) -> None:
+        self.key = twin.key
+        self._twin = twin
+        with without_torch_function():
+            self.alias = tensor.detach() if contains_others(tensor) else tensor
+            self._version = twin.version()
+        self._readers = twin.unit.readers
+        self._readers.handles += 1
+
+    @property
+    def name(self) -> str:
+        """What errors call the weight."""
+        return f"weight {self._twin.weight.name!r}"
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weight has changed since it was saved."""
+        with without_torch_function():
+            return self._twin.version() != self._version
+
+    def __del__(self) -> None:
+        self._readers.handles -= 1
 
 
 class UsesUnderAutocast(Protocol):
@@ -182,9 +236,9 @@ class Weight:
         # For each cast in graphs that may have a backward, the twin whose leaf gets the gradients of that cast.
         self.casts: dict[object, Twin] = {}
         self.cast_in = 0  # the number of the graph with the last cast
-        # Sees uses under autocast; None when nobody guards the master.
+        # The object that sees uses under autocast; None while the master is not guarded.
         self.lowering: UsesUnderAutocast | None = None
-        # Whether the engine has dropped the gradient after an optimizer's step has used it, and nobody has zeroed it.
+        # Whether the engine has dropped the gradient that an optimizer's step has used, and it was not zeroed since.
         self.has_used_gradient = False
         self.replacements = 0  # how often the master was found in other memory
         # Whether a forward has written to the weight in a way that torch does not count.
@@ -245,7 +299,7 @@ class Weight:
         self.twins_in_graphs.clear()
 
     def leave_host(self) -> None:
-        """Release host memory: the weight stays on the device, or nothing streams it any more."""
+        """Release host memory: the weight stays on the device, or is not streamed any more."""
         self.current_memory = self.engine_memory = torch.empty(0, dtype=self.dtype, device="cpu")
         self.stays_on_device = True
         self.has_used_gradient = False  # its `.grad` is the user's from now on
@@ -254,7 +308,7 @@ class Weight:
     def locate_master(self) -> int:
         """Locate the master, which `p.data = ...` may have put into other memory, or back; return its version.
 
-        The engine's memory keeps its values: who swaps an average in keeps the weights there (`backup = p.data`).
+        The engine's memory keeps its values: code that swaps an average in keeps the weights there (`backup = p.data`).
         """
         address = self.master.data_ptr()
         if address != self._address:
@@ -284,5 +338,5 @@ class Weight:
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return all by which tensors with the same values may differ."""
+    """Return all properties in which tensors with the same values may differ."""
     return tensor.dtype, tensor.shape, tensor.device, tensor.stride()

@@ -1,1 +1,1 @@
-"""What is on the device, in which order it is needed, and where it lies."""
+"""The units on the device, the order in which they are needed, and their places."""

@@ -1,8 +1,8 @@
 """An arrangement: units, host memory, places on the device and twins of a module tree.
 
 A pipeline makes one when it attaches, and another only if the module tree has changed. Between steps it may choose
-anew: as is planned, and by what was learned (a weight is used outside of its unit, autocast lowers a weight). Then
-units and twins have other places; what is sent together as before stays where it is on the host.
+again: by a plan, and by findings (a weight is used outside of its unit, autocast lowers a weight). Then units and twins
+get other places. Weights that are sent together as before stay where they are on the host.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Learned:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are findings of which no conclusions were drawn yet."""
+        """Whether there are findings from which no conclusions were drawn yet."""
         return self.outdated or self.casts.has_news
 
     def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], processes: Processes) -> None:
@@ -117,7 +117,7 @@ class Learned:
 
 
 class Arrangement:
-    """The units of a module, and where their weights lie on host and device.
+    """The units of a module, and the places of their weights on host and device.
 
     Units, members, weights and twins are made once. The choices, and the places that follow from them, may change
     between steps.
@@ -183,7 +183,7 @@ class Arrangement:
     def choose(self, plan: WindowPlan | None, first_plan: WindowPlan | None) -> None:
         """Choose the dtypes in which weights are sent, which ones stay on the device, and how units share it.
 
-        Without a `plan` units stay on the device that do so in the `first_plan`.
+        Without a `plan`, the units that stay on the device in the `first_plan` do so.
 
         Raises:
             ValueError: The weights do not fit the device or the host.
@@ -329,9 +329,9 @@ class Arrangement:
         self.twins.clear()  # twins are known by their memory, which others may get now
 
     def detach_weights(self) -> None:
-        """Release twins and host memory, as nothing stands for weights any more. Idempotent."""
+        """Release twins and host memory, because no leaf stands for a weight any more. Idempotent."""
         for unit in self.all_units:
-            # Saved weights refer to units, which must not refer to the module (see graphs.py).
+            # Saved weights refer to units, which must not refer to the module (see nodes.py).
             unit.members.clear()
         # This object is part of reference cycles. Memory must not stay until the garbage collector comes.
         for segment in self.segments:

@@ -1,19 +1,19 @@
-"""Access to masters: it waits for steps and copies under way, and brings home what a forward wrote on the device.
+"""Access to masters: it waits for steps and copies under way, and writes a forward's changes back to the masters.
 
 [Note: while copies read the masters]
 Computing waits for a copy to the device, but the host goes on: when a forward returns, copies that it has asked for may
-not have begun. Until such a copy is done, nothing may write to what it reads. Steps come after it, whoever else writes
-waits for it, and guards stay until then.
+not have begun. Until such a copy is done, no code may write to the memory that it reads. Steps come after it, any other
+writer waits for it, and guards stay until then.
 
 [Note: writes on the device]
-A forward may write to its weights (`nn.Embedding(max_norm=...)`), so may a checkpoint within it that backward runs
-again, a hook, and code outside of units through a view. The masters get that when the device's copy is to be
-discarded, when the step ends, or when somebody looks at them.
+A forward may write to its weights (`nn.Embedding(max_norm=...)`). So may a checkpoint within it that backward runs
+again, a hook, and code outside of units through a view. The masters get these writes when the device's copy is to be
+discarded, when the step ends, or when other code looks at the masters.
 
 [Note: writes that torch does not count]
 Some operations write without a new version: `F.batch_norm` its running statistics, numpy, fused optimizers. So the
 first uses of a unit compare fingerprints of its bytes, before a call and after it, in training mode and in evaluation
-mode. A weight that changes unseen is compared with its master whenever others are asked for their version.
+mode. A weight that changes unseen is compared with its master whenever other weights are asked for their version.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Ticket
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import as_bytes
@@ -62,12 +62,12 @@ class MasterAccess:
 
     def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
         """Return the tickets of copies to the device that may still read these units' masters."""
-        # Weights that were made resident are copied by themselves.
+        # Weights that were made resident have copies of their own.
         readers = [reader for unit in units for reader in (unit, *unit.split_off)]
         return [ticket for reader in readers for ticket in reader.presence.uploads if not ticket.done]
 
     def finish_copies(self, units: Iterable[Unit]) -> None:
-        """Wait until no copy reads these units' masters: somebody may write to them."""
+        """Wait until no copy reads these units' masters: code may be about to write to them."""
         copies = self.copies_of(units)
         if copies:
             self.stats.host_syncs += 1

@@ -1,9 +1,9 @@
 """The order in which units are used: recorded as it happens, used to fetch ahead, never trusted.
 
-The uses of each step are recorded. The next step follows the record of the last one that began with the same use; where
-it leaves that path, it is looked for further on in the record (a layer was dropped, another branch was taken). What no
-record knows is expected in the order of the modules. A wrong prediction costs a wait, never a wrong number: whoever
-needs a unit makes sure that it is there.
+The uses of each step are recorded. The next step follows the record of the last one that began with the same use. Where
+it leaves that path, the order looks for it further on in the record (a layer was dropped, another branch was taken). If
+no record knows a use, the next ones are expected in the order of the modules. A wrong prediction costs a wait, never a
+wrong number: any code that needs a unit makes sure that it is there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Order:
         self._records: dict[int, list[int]] = {}  # the uses of past steps, by their first use
         self._followed: list[int] = []  # the record that the step under way repeats
         self._position = 0  # the index of the latest use in that record
-        self._last = -1  # the latest use; -1 if nothing is known of what comes next
+        self._last = -1  # the latest use; -1 if the next one cannot be predicted
         # The uses of the step under way; None before its first one.
         self._recording: list[int] | None = None
 

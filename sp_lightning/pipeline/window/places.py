@@ -1,10 +1,10 @@
-"""What weights take of the device's memory, and of the host's; how units share the former.
+"""The memory that weights take on the device and on the host; how units share the device's.
 
 [Note: places in the arena]
 A unit has the same place for as long as the plan is in force, so raw aliases of its weights (a tensor stashed on an
 autograd `ctx`, one held by a checkpoint) are valid from its load to the end of its backward. Places are chosen so that
 any `window` consecutive units do not overlap: with equal sizes, "unit u has slot u mod k"; with unequal sizes, a
-large embedding does not inflate every slot, and lies beside the last groups, too, as it may be the head. Units whose
+large embedding does not inflate every slot, and lies next to the last groups, too, as it may be the head. Units whose
 places overlap cannot be on the device at once: loading one evicts the others. Evicting moves nothing, because the host
 has the truth.
 
@@ -36,20 +36,20 @@ from sp_lightning.pipeline.weights.weight import Weight
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """A planner's choice for the window, and what it is expected to cost."""
+    """A planner's choice for the window, and its expected costs."""
 
     k: int  # units on the device at once, not counting those in `on_device`
-    # names of units that live on the device, with their gradients and optimizer state; of what is resident, too
+    # names of units that stay on the device, with their gradients and optimizer state; also that of resident weights
     on_device: tuple[str, ...] = ()
     # names of units that are updated on the device, while their state passes through
     visiting: tuple[str, ...] = ()
     # names of units whose gradients wait on the device until the units are updated
     waiting: tuple[str, ...] = ()
-    # whether `visiting` units are stepped only as the next forward loads them, which sends their weights once less
+    # whether `visiting` units are updated only as the next forward loads them, which sends their weights once less
     defers_visits: bool = False
     on_device_bytes: int = 0  # device memory that `on_device` units take
     step_seconds: float = 0.0  # expected duration of a step
-    bottleneck: Lane = Lane.COMPUTE  # the lane that has most to do
+    bottleneck: Lane = Lane.COMPUTE  # the lane that has the most to do
     # expected device memory for weights, gradients on their way to the host and activations
     device_bytes: int = 0
     # the policy for each unit's activations, by the unit's name; used if the policy was left to the planner
@@ -64,8 +64,8 @@ class WindowPlan:
 def place_in_arena(sizes: Sequence[int], window: int) -> tuple[list[int], int]:
     """Return offsets such that any `window` consecutive pieces do not overlap, and the size of the arena.
 
-    Nor do the last pieces and the first ones, if that takes no more memory: after the last unit comes the first one
-    where it is also the head (tied embeddings), and in inference. It is never more than `window` times the largest.
+    The last pieces and the first ones do not overlap either, if that takes no more memory: the first unit follows the
+    last if it is also the head (tied embeddings), and in inference. The arena is at most `window` times the largest.
     """
     slot = max(sizes, default=0)
     in_slots = [index % window * slot for index in range(len(sizes))]
@@ -104,7 +104,7 @@ class DeviceLayout:
 
     def __init__(self, division: Division, window: WindowPlan, staging_buffers: int) -> None:
         self.window = window
-        # units that live on the device, with their gradients and optimizer state
+        # units that stay on the device, with their gradients and optimizer state
         self.units_on_device = [unit for unit in division.all_units() if unit.name in window.on_device]
         # all units that do not stream: these, and the resident one
         self.staying_units = {*self.units_on_device, division.resident}
@@ -130,7 +130,7 @@ def choose_device_layout(
 ) -> DeviceLayout:
     """Choose the planner's layout if it fits; else the usual small one; else the smallest, or raise.
 
-    In the latter, units stay on the device that do so in the `first_plan`: the host has no room for their state.
+    In the smallest, the units that stay on the device in the `first_plan` do so: the host has no room for their state.
 
     The planner's layout does not fit if weights are sent in another dtype than when the plan was made.
     """

@@ -4,12 +4,12 @@
 A unit gives up its place when no call is inside of it, and, for a prefetch, only if it is not expected to be used
 before the unit that wants the place. In backward, "no call is inside" means that backward has reached another unit:
 autograd runs nodes in the reverse order of their creation, so by then the nodes of later units have run. The handles in
-`saved.py` heal the exceptions.
+`saved.py` take care of the exceptions.
 
 [Note: while masters are being stepped]
-The optimizer may still be stepping a unit's masters when the unit is needed again. Its H2D copy then begins when they
-have been stepped, and nothing reads the masters before the step is done. Other copies do not wait for that: the
-optimizer steps units in another order than that in which they were asked for.
+The optimizer may still be updating a unit's masters when the unit is needed again. The unit's H2D copy then begins when
+that is done, and nothing reads the masters before. Other copies do not wait for it: the optimizer updates units in
+another order than that in which they were asked for.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Window(MasterAccess):
             unit.readers.has_aliases = unit.readers.has_raw_readers = False
 
     def load_first(self) -> None:
-        """Start copying what the step needs first: resident weights, and the units that are used first."""
+        """Start copying the weights that the step needs first: resident ones, and those of the first units."""
         for unit in self.units:
             if unit.resident:
                 self._verify(unit)
@@ -107,7 +107,7 @@ class Window(MasterAccess):
             unit.presence.suspect = True
 
     def note_write(self, unit: Unit) -> None:
-        """Treat this unit's masters as changed: someone may be about to write to them."""
+        """Treat this unit's masters as changed: other code may be about to write to them."""
         unit.presence.suspect = True
         for segment in unit.segments:
             segment.note_edit()
@@ -143,9 +143,9 @@ class Window(MasterAccess):
         unit.presence.become(Residency.READABLE)
 
     def prefetch(self, in_use: Sequence[Unit] = ()) -> None:
-        """Start copies for upcoming uses, as far as there is room.
+        """Start copies for upcoming uses, for as many as there is room.
 
-        Units `in_use` are read by backward, although no call is inside of them, and not to be reloaded now.
+        Backward reads the units `in_use`, although no call is inside of them, so they must not be reloaded now.
         """
         needed = set(in_use)
         for member in self.order.upcoming(self._horizon):
@@ -216,8 +216,8 @@ class Window(MasterAccess):
         if unit.presence.residency is Residency.READABLE:
             self.write_back(unit.weights)
         else:
-            # Nobody has waited for this copy, and copies need not keep their order. If it comes after work that has
-            # failed, that is raised to whoever waits for the work.
+            # This copy was not waited for yet, and copies need not keep their order. If it comes after work that has
+            # failed, the code that waits for that work gets the error.
             with suppress(Exception):
                 self._await_uploads(unit)
         if unit.presence.residency is not Residency.ABSENT:

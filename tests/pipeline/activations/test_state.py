@@ -267,7 +267,6 @@ class SideBySide(nn.Module):
 OPTIONS = {"recompute": {"activations": "recompute"}, "auto": {"memory_budget": "1GiB"}}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", OPTIONS)
 @pytest.mark.parametrize("is_given", [False, True], ids=["kept", "given"])
 def test_state_that_is_changed(is_given: bool, policy: str) -> None:

@@ -271,7 +271,6 @@ PHASES = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("attached_under", [False, True])
 @pytest.mark.parametrize("name", PHASES)

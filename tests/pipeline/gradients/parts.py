@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Planner, Processes
 
 from ...helpers import Trace, frozen, note_gradients, note_state
 from ...zoo.blocks import WIDTH, Block
@@ -47,6 +47,7 @@ def train(
     device: str = "cpu",
     on_a_machine: int | None = None,
     in_backward: bool = False,
+    planner: Planner | None = None,
 ) -> Trace:
     """Three steps with data of each process's own; without options in a plain loop.
 
@@ -60,7 +61,9 @@ def train(
         model.to(device)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     processes = Processes(on_a_machine or dist.get_world_size())
-    pipeline = None if options is None else Pipeline(model, device, options=options, processes=processes)
+    pipeline = (
+        None if options is None else Pipeline(model, device, options=options, processes=processes, planner=planner)
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     torch.manual_seed(100 + dist.get_rank())  # which layers a model leaves out
     for step in range(3):

@@ -75,6 +75,7 @@ def random_graphs() -> None:
             assert_averages(example.model, options, accumulate=accumulate, clip=clip, in_backward=clip is None)
 
 
+@pytest.mark.usefixtures("server")
 def test_random_graphs() -> None:
     in_processes([random_graphs])
 
@@ -236,12 +237,14 @@ def quantized_weights_of_the_first() -> None:
     assert [part.dtype for part in parts[:2]] == [torch.int8, torch.float32]
 
 
+@pytest.mark.usefixtures("server")
 def test_single_things() -> None:
     in_processes(
         [hooks_on_weights, seen_by_one, in_backward, bytes_on_a_link, bytes_on_a_link_of_a_machine, other_units]
     )
 
 
+@pytest.mark.usefixtures("server")
 def test_more_than_two() -> None:
     in_processes([four, seen_by_one, bytes_on_a_link_of_a_machine, quantized_weights_of_the_first], count=4)
 
@@ -358,6 +361,7 @@ def a_share_that_cannot_land() -> None:
         read()
 
 
+@pytest.mark.usefixtures("server")
 def test_processes_that_disagree_raise() -> None:
     in_processes(
         [

@@ -32,7 +32,6 @@ OPTIMIZERS = {
 HALF = (1, 3, 5)
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("waiting", [range(7), HALF], ids=["all", "half"])
 @pytest.mark.parametrize(
     ("optimizer", "precision", "clip", "accumulate"),
@@ -73,7 +72,6 @@ def _little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, lambda *_, **__: 1.05 * SOME)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("little_host_memory")
 @pytest.mark.parametrize("training", [{"clip": 0.01}, {"accumulate": 3}, {"clip": 0.01, "accumulate": 2}], ids=str)
 def test_before_a_plan_backward_decides(training: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -49,6 +50,23 @@ def test_an_error_of_the_device_ends_the_work_that_waits_for_it() -> None:
         failed.join()
     worker.close()
     assert done == ["something else"]
+
+
+def test_events_are_asked_on_their_own_device() -> None:
+    """Where another one is current, asking would make a context there; on two devices: test_second_device."""
+    current: list[int] = []
+
+    @contextmanager
+    def on_device() -> Iterator[None]:
+        current.append(1)
+        yield
+        current.pop()
+
+    event = MagicMock(query=lambda: bool(current), synchronize=lambda: current[0])
+    ticket = accelerator._StreamTicket(event, event, on_device)
+    assert ticket.done
+    ticket.join()
+    ticket.interval(MagicMock())
 
 
 def test_device_memory(pretended: MagicMock) -> None:

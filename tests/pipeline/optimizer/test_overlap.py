@@ -68,7 +68,6 @@ def open_soon(gate: threading.Event) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "AdamW": {"amsgrad": True}}
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("alone", "lowered", "clips"), [(WIDTH, True, True), (1 << 16, False, False), (1 << 16, True, True)]
 )

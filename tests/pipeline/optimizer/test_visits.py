@@ -57,7 +57,6 @@ WAYS = [(clip, early, micro) for clip, early in [(None, False), (None, True), (0
 SOME = [(0.01, False, 1), (None, True, 2)]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "clip", "in_backward", "accumulate"),
     [(name, *way) for name in OPTIMIZERS for way in (WAYS if name in ("AdamW", "ours") else SOME)],
@@ -83,7 +82,6 @@ def test_deferred_visits_bring_new_weights(accumulate: int) -> None:
     assert sent[0] - sent[1] >= 4 * 5 * block, "each forward but the last one"
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_under_autocast(name: str) -> None:
     """Norms are sent as they are, beside copies in bf16; what is sent lies in page-locked memory, sums and masters."""

@@ -35,6 +35,7 @@ def shares_nothing_with_a_device() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can hide memory from forked processes")
+@pytest.mark.usefixtures("server")
 def test_forked_processes_share_nothing_with_a_device() -> None:
     """Beside an accelerator, a shared page would be copied behind its back."""
     in_processes([shares_nothing_with_a_device], count=1)

@@ -1,13 +1,13 @@
-"""Units that stay on the device with gradients and optimizer state: how these are moved there and back.
+"""Units that stay on the device with gradients and optimizer state, and their moves there and back.
 
-While they stay, their weights are plain parameters, which torch's own code steps. Only gates know of their calls.
+While they stay, their weights are plain parameters, which torch's own code updates. Only gates know of their calls.
 
 [Note: living in several processes]
 A unit stays on the device in all processes, or in none, as masters on the host are shared. When processes meet, the
-plan of the first one becomes everyone's (engine.py). Gradients are averaged when backward has ended, as DDP does, so
-each process steps its own copy with the same bits. When processes meet, each gets what code of users has written to
-the first one's copy (`Processes.share_copies`). State on the host belongs to the first process. It gives the state
-to all when a unit comes to the device, and continues with its own when the unit leaves.
+plan of the first one becomes that of all (engine.py). Gradients are averaged when backward has ended, as DDP does, so
+each process updates its own copy with the same bits. When processes meet, each gets the values that user code has
+written to the first one's copy (`Processes.share_copies`). State on the host belongs to the first process. It gives the
+state to all when a unit comes to the device, and continues with its own when the unit leaves.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class States:
                     optimizer.state[parameter] = state
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the state of parameters, which another process steps from now on."""
+        """Drop the state of parameters, because another process steps them from now on."""
         with without_torch_function():
             for parameter, optimizer in product(parameters, self.optimizers):
                 optimizer.state.pop(parameter, None)
 
 
-class Living:
+class StayingUnits:
     """Moves units to the device and back, with gradients and optimizer state, in all processes at the same moment."""
 
     def __init__(self, device: torch.device, states: States, processes: Processes | None) -> None:

@@ -1,0 +1,172 @@
+"""Trainers of transformers and TRL over models that stream: numbers and files are those of their own runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import transformers
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import sp_lightning.transformers
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.transformers import SuperpipelineTrainerMixin
+from tests.hf_trainers import CASES, build, everything, llama, rows, same
+
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
+PLAIN = ("Trainer", "SFT", "DPO")
+"""What a plain run shows; the others are alike."""
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Versions 4 of transformers set environment variables for accelerate."""
+    with patch.dict(os.environ):
+        yield
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in PLAIN else pytest.mark.slow) for case in CASES]
+)
+def test_runs_have_the_numbers_of_plain_ones(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After training, the model is a plain one; evaluated again, it streams again."""
+    read, show = [], Gradient.show
+    monkeypatch.setattr(Gradient, "show", lambda self: (self.tensor is not None and read.append(self), show(self))[1])
+    seen = []
+    for streams in (False, True):
+        folder = tmp_path / str(streams)
+        trainer = build(case, folder, streams)
+        if case == "metrics":
+            trainer.evaluate()
+        trainer.train()
+        if "eval_strategy" in CASES[case][1]:
+            trainer.evaluate()
+            trainer.log(trainer.predict(trainer.eval_dataset).metrics)
+        trainer.save_model(str(folder / "saved"))
+        seen.append(everything(trainer, folder))
+        if streams:
+            assert not trainer.pipelines
+            assert all(type(weight) is nn.Parameter for weight in trainer.model.parameters())
+    assert not same(*seen)
+    # Amid an accumulation, the planner places weights once, and so shows gradients.
+    assert len(read) <= (len(list(trainer.model.parameters())) if trainer.args.gradient_accumulation_steps > 1 else 0)
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    """From a checkpoint of a plain run, and from one of its own."""
+    seen = []
+    for streams in (False, True):
+        folder = tmp_path / str(streams)
+        build("SFT", folder, streams, save_strategy="steps", save_steps=2).train()
+        for other in (False, True):
+            trainer = build("SFT", tmp_path / f"{streams} {other}", other)
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+            seen.append(everything(trainer, tmp_path / f"{streams} {other}"))
+    assert not any(same(seen[0], other) for other in seen[1:])
+
+
+def test_an_exception_detaches(tmp_path: Path) -> None:
+    class Fails(transformers.TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    trainer = build("Trainer", tmp_path, streams=True, gradient_accumulation_steps=2)
+    trainer.add_callback(Fails())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert all(type(weight) is nn.Parameter for weight in trainer.model.parameters())
+    trainer.pop_callback(Fails)
+    trainer.args._n_gpu = 2
+    trainer.create_accelerator_and_postprocess()
+    trainer.train()
+    assert trainer.args.n_gpu == 1
+
+
+@pytest.mark.slow
+def test_grpo_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a reference streams beside the model."""
+    llama().save_pretrained(tmp_path / "model")
+    options = {"num_generations": 2, "max_completion_length": 3, "beta": 0.1, "max_steps": 2, "temperature": 1.0}
+    given = {
+        "model": lambda: LlamaForCausalLM.from_pretrained(tmp_path / "model"),
+        "reward_funcs": lambda: lambda completions, **_: [float(len(words)) for words in completions],
+    }
+    monkeypatch.setitem(CASES, "GRPO", ("GRPOTrainer", options, given))
+    seen = []
+    for streams in (False, True):
+        trainer = build("GRPO", tmp_path / str(streams), streams)
+        trainer.train()
+        seen.append(everything(trainer, tmp_path / str(streams)))
+    assert not same(*seen)
+
+
+REFUSED = {
+    "`fp16=True`": {"fp16": True},
+    "`torch_compile=True`": {"torch_compile": True},
+    "full_eval": {"bf16_full_eval": True},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_go_with_streaming(what: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"Streamed streams its model, and does not .*{what}.*: use"):
+        build("Trainer", tmp_path, streams=True, **REFUSED[what])
+
+
+def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match="does not run in several processes: start one"):
+        build("Trainer", tmp_path, streams=True)
+    monkeypatch.undo()
+    trainer = build("Trainer", tmp_path, streams=True)
+    trainer.model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    with pytest.raises(ValueError, match="LlamaForCausalLM was loaded with a `device_map` of several devices"):
+        trainer.evaluate(rows(labeled=True))
+
+
+def test_names_that_are_relied_on(tmp_path: Path) -> None:
+    """See [Note: names of transformers and accelerate]; on a device, tests/gpu shows what comes of it."""
+    called: list[str] = []
+
+    class Seen(transformers.Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.args._n_gpu = 0
+            for name in ("prepare_model", "clip_grad_norm_"):
+                note(self.accelerator, name)
+
+        def _move_model_to_device(self, *_: Any) -> None:
+            called.append("_move_model_to_device")
+
+    def note(accelerator: Any, name: str) -> None:
+        function = getattr(accelerator, name)
+        setattr(accelerator, name, lambda *args, **options: (called.append(name), function(*args, **options))[1])
+
+    trainer = build("Trainer", tmp_path, streams=False, trainer=Seen, max_steps=2)
+    assert called == ["_move_model_to_device"]
+    trainer.train()
+    assert called[1:] == ["prepare_model", "clip_grad_norm_", "clip_grad_norm_"]
+    assert trainer.args.n_gpu == 0
+    assert trainer.__dict__.get("_mixed_mesh_grads", False) is False
+    named = {name for name in dir(SuperpipelineTrainerMixin) if "stream" in name} | {"pipelines"}
+    assert not any(hasattr(trainer, name) for name in named)
+
+
+def test_classes_by_name() -> None:
+    import trl
+
+    from sp_lightning.transformers import SuperpipelineSFTTrainer, SuperpipelineTrainer
+
+    assert issubclass(SuperpipelineSFTTrainer, (SuperpipelineTrainerMixin, trl.SFTTrainer))
+    assert issubclass(SuperpipelineTrainer, transformers.Trainer)
+    assert sp_lightning.transformers.SuperpipelineTrainer is SuperpipelineTrainer
+    for name in ("SuperpipelineNoSuchTrainer", "Superpipeline", "SFTTrainer"):
+        with pytest.raises(AttributeError, match="has no attribute"):
+            getattr(sp_lightning.transformers, name)
