@@ -66,6 +66,7 @@ class Assumptions:
         compute: The lowest speed that the GPU reaches on such a model, in TFLOP/s. The plan is chosen for it.
         compute_at_best: The highest speed that it reaches, in TFLOP/s, for the upper end of tokens per second. None is
             `compute`.
+        device_bandwidth: Bandwidth of GPU memory, in GB/s, as its maker states it.
         host_bandwidth: Bandwidth at which the optimizer reads and writes CPU memory, in GB/s.
         memory_bandwidth: Bandwidth of CPU memory for cores and copies at once, in GB/s. None is 1.5 times
             `host_bandwidth`.
@@ -94,6 +95,7 @@ class Assumptions:
     link: float = 25.0
     compute: float = 80.0
     compute_at_best: float | None = None
+    device_bandwidth: float = 1000.0
     host_bandwidth: float = 60.0
     memory_bandwidth: float | None = None
     precision: Precision = "bf16-mixed"
