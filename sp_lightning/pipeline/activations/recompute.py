@@ -165,7 +165,7 @@ class UnitCall:
             if warns:
                 warnings.warn(
                     f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. "
-                    "What it saves for backward stays on the GPU.",
+                    "The tensors that it saves for backward stay on the GPU.",
                     stacklevel=2,
                 )
         return obstacle is None
