@@ -171,7 +171,11 @@ def _measured(shape: Shape, device: torch.device, budget: int | None) -> dict[st
 
 
 @contextmanager
-def _attached(shape: Shape, device: torch.device, budget: int | None) -> Iterator[tuple[nn.Module, Pipeline | None]]:
+def _attached(
+    shape: Shape,
+    device: torch.device,
+    budget: int | None,
+) -> Iterator[tuple[nn.Module, Pipeline | None]]:
     """Build the decoder, on the device or streamed to it; at the end, all of its memory is free."""
     torch.manual_seed(0)
     model = _Decoder(shape)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sp_lightning import cli
-from sp_lightning.check import _judge, _Placed, _train
-from sp_lightning.pipeline import Engine, WindowPlan
+from sp_lightning.check import _UPLOADS, _judge, _Placed, _train, lost_uploads
+from sp_lightning.pipeline import Engine, Pipeline, WindowPlan
 
 CPU = torch.device("cpu")
 
@@ -78,6 +78,14 @@ def test_what_else_is_seen() -> None:
     nan = [*other.weights[:-1], other.weights[-1] * torch.nan]
     for device in (CPU, torch.device("cuda")):
         assert not _judge(plain, other._replace(weights=nan), device, places=False)[0]
+
+
+def test_copies_that_do_not_arrive_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As WSL2 was reported to lose them, without an error."""
+    backend = Pipeline(torch.nn.Linear(2, 2), CPU).backend
+    assert lost_uploads(backend, CPU) == 0
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_, **__: self)
+    assert lost_uploads(backend, CPU) == _UPLOADS
 
 
 def test_the_notebook() -> None:

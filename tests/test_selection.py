@@ -16,12 +16,12 @@ from .times import Times, updated
     ("seconds", "plain"),
     [
         ([0.0], [0]),
-        ([0.4], [0]),
+        ([0.3], [0]),
         ([1.9], [0]),
         ([2.1], []),
         ([1.9, 0.6, 3.0], [1]),
         ([2.1, 2.2], []),
-        ([0.4, 0.6, 0.0, 9.0], [0, 2]),
+        ([0.3, 0.4, 0.0, 9.0], [0, 2]),
         ([0.2, 0.2, 0.2, 0.2], [0, 1, 2, 3]),
         ([0.2, 0.3, 0.2, 0.2, 0.2, 0.0], [0, 2, 4, 5]),
         ([0.3, 0.2, 0.3, 0.3, 0.3, 0.6], [0, 1, 2, 4]),  # the cheapest, wherever it is
@@ -86,7 +86,8 @@ def plain_tests(name: str) -> list[str]:
 
 def needs_much(name: str) -> bool:
     """Whether it needs a device, or several processes."""
-    return any(path.parent.name == "gpu" or "in_processes(" in path.read_text() for path, _ in named_tests(name))
+    signs = ("pytest.mark.gpu", "second_device.build import", "in_processes(")
+    return any(sign in path.read_text(encoding="utf-8") for path, _ in named_tests(name) for sign in signs)
 
 
 def promises() -> list[tuple[str, list[str]]]:

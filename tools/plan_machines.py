@@ -29,7 +29,7 @@ from sp_lightning.planning.report import Row, number_range, plan_row, readable_s
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("planned.json")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- planned: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 MACHINES = [  # a GPU, a host and its memory
     ("RTX 3060", "desktop DDR4", "32GiB"),

@@ -101,8 +101,8 @@ RUNS = [
     Run(*TORCHTUNE, "RTX A6000", "workstation DDR5", "Llama-3.1-8B", 4096, 2579, others=IN_16_BITS),
     Run(*TORCHTUNE_LORA, "RTX 4090", "desktop DDR5", "Llama-3.1-8B", 4096, 3083, others=ADAPTERS),
     Run(*TORCHTUNE_LORA, "RTX A6000", "workstation DDR5", "Llama-3.1-8B", 4096, 4699, others=ADAPTERS),
-    Run("this package", "[performance](performance.md#on-an-h200)", "November 2026, before it was revised", "H200",
-        "server DDR5", "Qwen2.5-1.5B", 8192, 9140, False, None, OURS),
+    Run("this package", "[performance](../docs/performance.md#on-an-h200)", "November 2026, before it was revised",
+        "H200", "server DDR5", "Qwen2.5-1.5B", 8192, 9140, False, None, OURS),
 ]  # fmt: skip
 
 

@@ -41,7 +41,13 @@ class ConfiguredProgram:
         argparse.ArgumentError: If the arguments describe no program.
     """
 
-    def __init__(self, namespace: str, arguments: Sequence[str], device: torch.device, steps: int) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        arguments: Sequence[str],
+        device: torch.device,
+        steps: int,
+    ) -> None:
         self._namespace = namespace
         self._on_device = {
             "accelerator": "cpu" if device.type == "cpu" else "gpu",

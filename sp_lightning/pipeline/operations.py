@@ -7,13 +7,16 @@ a leaf, values on the device), and the operation's name tells which of them the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from sp_lightning.pipeline.torch_private import without_torch_function
 
 Operation: TypeAlias = Callable[..., Any]
 """An operation of torch's, or the call of a module."""
@@ -112,6 +115,13 @@ def instances_in(value: Any, kind: type) -> list[Any]:
 def replace_instances(value: Any, kind: type, substitute: Callable[[Any], Any]) -> Any:
     """Return a value in which instances of a class are replaced, in all containers that torch's pytree knows."""
     return pytree.tree_map_only(kind, substitute, value)
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Compute on values alone: the results are plain and have no history, and no class is asked about operations."""
+    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+        yield
 
 
 def run_hooks(hooks: Iterable[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.moving import HOST, move_parameters, weights_on_accelerators
+from sp_lightning.pipeline.units.tree import check_module
 from sp_lightning.pipeline.window.arrangement import Arrangement
 from sp_lightning.pipeline.window.places import WindowPlan
 
@@ -57,7 +58,7 @@ class Pipeline:
         backend: Allocates and copies memory.
         options: The options.
         processes: All processes that train the model; None if there are no others.
-        stats: Counters of what the engine has done.
+        stats: Counters of the engine's work.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
         waiting: Decides whose gradients wait on the device.
 
@@ -84,8 +85,8 @@ class Pipeline:
         progress: Progress | None = None,
         leaves_steps_open: bool = False,
     ) -> None:
-        _check_module(module)
         self.module = module
+        check_module(module, {id(parameter) for other in _attached for parameter in other.module.parameters()})
         self.processes = processes
         self.device = full_device(device)
         self.options = options or PipelineOptions()
@@ -209,7 +210,7 @@ class Pipeline:
         self.detach()
 
     def _finish(self) -> None:
-        """Finish what is under way; drop it if that fails."""
+        """Finish all work under way; drop it if that fails."""
         engine = self._parts
         # An interrupt may have ended the engine's own work, or a step, and torch does not report that.
         engine.at_work.abandon()
@@ -321,40 +322,3 @@ def _check_share(options: PipelineOptions, backend: Backend) -> None:
             "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
             stacklevel=2,
         )
-
-
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, type):
-        raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
-    if not isinstance(module, nn.Module):
-        raise ValueError(
-            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several "
-            "modules into one, such as an `nn.Sequential`."
-        )
-    taken = {id(parameter) for pipeline in _attached for parameter in pipeline.module.parameters()}
-    for name, parameter in module.named_parameters():
-        if id(parameter) in taken:
-            raise ValueError(
-                f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
-            )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example "
-                "data before the model is given to superpipeline."
-            )
-        if parameter.is_inference():
-            raise ValueError(
-                f"Parameter {name!r} was made in inference mode, so nothing can follow writes to "
-                "it. Build the model outside of `torch.inference_mode()`."
-            )
-        if getattr(parameter, "grad_dtype", parameter.dtype) not in (parameter.dtype, None):
-            raise ValueError(
-                f"Parameter {name!r} is {parameter.dtype}, and its `grad_dtype` {parameter.grad_dtype}: superpipeline "
-                "has gradients in the dtype of their weights. Leave `grad_dtype` as it is."
-            )
-        if parameter.device.type == "meta":
-            raise ValueError(
-                f"Parameter {name!r} is on the meta device and has no values. Materialize the "
-                "model on the CPU first (`module.to_empty(device='cpu')` and then load or "
-                "initialize its weights)."
-            )

@@ -1,12 +1,11 @@
 """The private torch APIs that the engine needs, each with the reason why no public one serves.
 
-`tests/pipeline/test_torch_private.py`, or a test of the feature that needs it, fails when one of them changes. All else
-is public torch, or is used where it is needed because torch itself relies on it across packages: `torch.utils._pytree`,
-`torch.utils._python_dispatch`, `torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and
-`_version`, the dictionaries in which modules and parameters keep their hooks, and of modules `_parameters`, `_buffers`,
-`_modules`, `_apply`, `_call_impl`, `_compiled_call_impl` and an RNN's `_flat_weights`.
-trainer/precision.py overrides the private parts of `GradScaler`; trainer/__init__.py gathers the private parts of
-Lightning.
+A test fails when one of them changes: tests/pipeline/test_torch_private.py, or a test of the feature that needs it. All
+else is public torch, or is used where it is needed because torch's packages rely on it: `torch.utils._pytree` and
+`_python_dispatch`, `torch._ops`, `torch._foreach_*`, `torch.multiprocessing.reductions`, `Tensor._base` and `_version`,
+the dictionaries of hooks, and of modules `_parameters`, `_buffers`, `_modules`, `_apply`, `_call_impl`,
+`_compiled_call_impl` and an RNN's `_flat_weights`.
+trainer/precision.py overrides private parts of `GradScaler`; trainer/__init__.py gathers those of Lightning.
 """
 
 from __future__ import annotations
@@ -93,13 +92,6 @@ when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_e
 
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """Let the engine read masters without its own `__torch_function__` guard seeing it."""
-
-
-@contextmanager
-def untracked() -> Iterator[None]:
-    """Compute on values alone: the results are plain and have no history, and no class is asked about operations."""
-    with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-        yield
 
 
 def remember_device_constructors() -> None:
@@ -200,11 +192,6 @@ def alias_count(tensor: Tensor) -> int:
     return counts[0] - counts[1] + 1
 
 
-def owns_memory(tensor: Tensor) -> bool:
-    """Tell whether a tensor is alone in its storage, and fills it."""
-    return alias_count(tensor) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
 _OF_ALL_GRADIENTS = "register_multi_grad_hook.<locals>.get_inner_hook"
 
 
@@ -221,11 +208,6 @@ def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
                 'never be called. Register it in the step, before the loss, on `weight[:]`, or with `mode="any"`.'
             )
     return hooks
-
-
-def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
-    """Return the hooks of `register_post_accumulate_grad_hook`, called by hand for the same reason."""
-    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 _ZERO_GRADS = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad.__code__)
@@ -257,13 +239,10 @@ def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[
     """
     step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     stepped = stand_in_for(optimizer)
-    attributes = vars(stepped)
-    # a GradScaler lends them to fused kernels, for the user's own call
-    for lent in ("grad_scale", "found_inf"):
-        attributes.pop(lent, None)
-    # the check queries the driver for its devices at each call, for 0.1 ms
+    for lent in ("grad_scale", "found_inf"):  # by a GradScaler to fused kernels, for the user's own call
+        vars(stepped).pop(lent, None)
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        attributes[check] = lambda: None
+        vars(stepped)[check] = lambda: None  # it asks the driver for its devices at each call, for 0.1 ms
     stepped.param_groups = [group]
 
     def run(state: dict[Tensor, dict[str, Any]]) -> None:
@@ -294,13 +273,11 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
 def use_expandable_segments(unused: torch.cuda.Stream) -> None:
     """Have torch's allocator map freed memory to where it is needed next, unless the user has configured it.
 
-    It would otherwise cut tensors that stay from large free blocks, and the rest would be too small for another large
-    one. The only public way is an environment variable that the user would have to set before torch is imported. Some
-    virtual devices cannot map memory, and only say so at an allocation, on a stream that has none yet.
+    It would otherwise cut tensors that stay from large free blocks, whose rest is too small for another large one.
+    Public is only an environment variable, which has to be set before torch is imported. Some virtual devices cannot
+    map memory, and only say so at an allocation, on a stream that has none yet.
     """
-    if sys.platform != "linux" or torch.version.cuda is None:
-        return
-    if torch.cuda.get_allocator_backend() != "native":
+    if sys.platform != "linux" or torch.version.cuda is None or torch.cuda.get_allocator_backend() != "native":
         return
     if torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]:
         return
@@ -326,8 +303,7 @@ def hide_from_dynamo(modules: Iterable[str]) -> None:
     below it is compiled. `torch.compiler.disable` covers one function: with `recursive`, nothing below it is compiled;
     without, dynamo goes on to trace each function of the engine that it calls. Torch hides its own packages this way.
     """
-    # takes a second: only once there is something to attach to
-    from torch._dynamo import trace_rules
+    from torch._dynamo import trace_rules  # takes a second: only once there is something to attach to
 
     for spec in map(find_spec, modules):
         if spec is not None and spec.origin is not None:
@@ -362,8 +338,7 @@ def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wrapped, in a class that is not public; else the module itself."""
-    # importing it takes seconds, and it is there if anything is wrapped
-    dynamo: Any = sys.modules.get("torch._dynamo")
+    dynamo: Any = sys.modules.get("torch._dynamo")  # importing takes seconds; it is there if anything is wrapped
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod
     return module

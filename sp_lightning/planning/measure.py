@@ -243,7 +243,7 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
     machine = replace(before, to_device=to_device, to_host=to_host, host=host)
-    if recorded_updates := _rate(recording, Kind.VISIT):  # with what kernels have waited
+    if recorded_updates := _rate(recording, Kind.VISIT):  # with the waits of kernels
         return replace(machine, device_memory=recorded_updates, kernel_seconds=0.0)
     if before.device_memory == math.inf:
         backend = engine.backend

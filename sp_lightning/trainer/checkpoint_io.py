@@ -59,7 +59,12 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         self._progress = progress or Progress()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
         """Write to a local path, or an fsspec address, atomically: a reader sees the old file or the new one.
 
         Raises:

@@ -65,7 +65,12 @@ def keep_units_on_device(
     return host_room - sum(work.host_bytes for number, work in enumerate(works) if number not in first.living)
 
 
-def _work_before_steps(unit: Unit, optimizers: Sequence[Optimizer], micro_steps: int, on_accelerator: bool) -> UnitWork:
+def _work_before_steps(
+    unit: Unit,
+    optimizers: Sequence[Optimizer],
+    micro_steps: int,
+    on_accelerator: bool,
+) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that its first step will make."""
     masters = [weight.master for weight in unit.every_weight]
     work = work_of(

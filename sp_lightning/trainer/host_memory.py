@@ -26,7 +26,12 @@ from sp_lightning.trainer import FabricNamespace, Namespace
 _PASSING = 0.2
 
 
-def materialize(module: nn.Module, follows: bool, lightning: FabricNamespace, progress: Progress) -> None:
+def materialize(
+    module: nn.Module,
+    follows: bool,
+    lightning: FabricNamespace,
+    progress: Progress,
+) -> None:
     """Give every meta tensor of `module` memory on the CPU and have its owner fill it with `reset_parameters`.
 
     Parameter objects are kept (optimizers may already hold them), and so are ties: a weight shared by two modules is
@@ -88,7 +93,12 @@ def copy_pruned_originals(trainer: Any, lightning: Namespace) -> None:
         callback._copy_param = partial(_copy_values, type(callback)._copy_param)
 
 
-def _copy_values(copy_param: Callable[..., None], new: nn.Module, original: nn.Module, name: str) -> None:
+def _copy_values(
+    copy_param: Callable[..., None],
+    new: nn.Module,
+    original: nn.Module,
+    name: str,
+) -> None:
     memories = [(parameter, parameter.data) for parameter in new.parameters(recurse=False)]
     copy_param(new, deepcopy(original), name)
     for parameter, memory in memories:  # others may share it
@@ -175,7 +185,11 @@ class OptimizerMemory:
         )
 
 
-def check_optimizer_memory(optimizers: Sequence[Optimizer], some_may_wait: bool, lightning: FabricNamespace) -> float:
+def check_optimizer_memory(
+    optimizers: Sequence[Optimizer],
+    some_may_wait: bool,
+    lightning: FabricNamespace,
+) -> float:
     """Return the host memory that gradients may take, which wait for each other; infinite if all of them fit.
 
     Raises:

@@ -106,7 +106,12 @@ class Surroundings:
     version, and so are weights among the arguments, and parameters that the engine does not manage.
     """
 
-    def __init__(self, device: torch.device, modules: Sequence[nn.Module], weights: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        weights: Iterable[nn.Parameter],
+    ) -> None:
         self._device = device
         self._api = None if device.type == "cpu" else torch.get_device_module(device)
         self._random = torch.get_rng_state()

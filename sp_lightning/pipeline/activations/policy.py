@@ -41,7 +41,7 @@ from sp_lightning.pipeline.units.unit import Member
 
 
 class AutoPolicy:
-    """Measures what units' calls take, and follows the policies that a planner has chosen for them."""
+    """Measures the memory of units' calls, and follows the policies that a planner has chosen for them."""
 
     def __init__(self, second_forwards: SecondForwards, policies: Mapping[str, Policy]) -> None:
         self.policies = policies  # by the names of units; others recompute
@@ -68,7 +68,7 @@ class AutoPolicy:
     # --------------------------------------------------------------------------------------------- what planners read
 
     def footprints(self) -> dict[str, Footprint]:
-        """Return what calls of each measured member take, in the order of the forward."""
+        """Return the footprint of each measured member's calls, in the order of the forward."""
         footprints = {}
         for name, calls in self._largest.items():
             working = calls.working + self._operation_bytes
@@ -176,14 +176,12 @@ class LastCall:
         """Drop the waiting call's tensors if backward does not begin with it."""
         self._to_drop = ref(call)
 
-    def is_of(self, bundle: Bundle) -> bool:
-        """Tell whether this call waits."""
-        return self._bundle is bundle
-
-    def keep(self) -> None:
-        """Keep the waiting call's tensors: backward begins with it."""
-        assert self._bundle is not None
-        self._bundle = self._to_drop = None
+    def reach(self, bundle: Bundle) -> None:
+        """Keep what the waiting call has saved if backward has reached that; otherwise let go of it."""
+        if self._bundle is bundle:
+            self._bundle = self._to_drop = None
+        else:
+            self.let_go()
 
     def let_go(self) -> None:
         """Drop or send the tensors of the waiting call, if there is one: something else comes."""
@@ -321,10 +319,7 @@ class Activations:
         self._phase = Phase.BACKWARD
         if bundle is None:
             return
-        if self._last_call.is_of(bundle):
-            self._last_call.keep()
-        else:
-            self._last_call.let_go()
+        self._last_call.reach(bundle)
         self._offloader.reach(bundle)
 
     def end_backward(self) -> None:

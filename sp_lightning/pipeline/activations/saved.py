@@ -26,8 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import SavedTensorHooks, storage_key, top_saved_tensor_hooks
-from sp_lightning.pipeline.weights.handles import Handle
-from sp_lightning.pipeline.weights.weight import Twin, outdated_graph_error
+from sp_lightning.pipeline.weights.weight import Handle, Twin, outdated_graph_error
 
 
 class Recording(Protocol):
@@ -124,7 +123,7 @@ class SavedTensors:
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def close(self) -> None:
-        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see nodes.py)."""
+        """Drop references to the module: autograd may hold the hooks, with all that they have packed (see nodes.py)."""
         self.twins = {}
         self.backward = None
 

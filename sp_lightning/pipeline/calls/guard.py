@@ -148,8 +148,7 @@ class Guard:
             if weight.lowered:
                 self._arrangement.learned.casts.note_as_is(weight)
                 self.make_resident(weight)
-            if weight.twin.parameter.requires_grad != weight.master.requires_grad:
-                self._backward.follow_requires_grad(weight.twin)
+            self._backward.follow_requires_grad(weight.twin)
             unit = weight.twin.unit
             is_there = unit.presence.residency is not Residency.ABSENT and (unit.users > 0 or weight.unit.is_reached)
             if not (unit.resident or is_there):

@@ -92,7 +92,7 @@ register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-ty
 
 
 def guard_masters(guard: Guard, weights: Iterable[Weight], lowering: Lowering) -> None:
-    """Have a guard see what happens to the masters of weights."""
+    """Have a guard see all operations on the masters of weights."""
     _guards.add(guard)
     for weight in weights:
         if not isinstance(weight, QuantizedWeight):
@@ -149,7 +149,7 @@ def _run_on_data(func: Operation, args: Args) -> Any:
     if func.__name__ == "__set__":
         guard.before_conversion(weight, args[1])
     elif weight.unit.is_followed:
-        return args[0].detach()  # counts what this process writes, which it may not do in a step
+        return args[0].detach()  # this counts the process's writes, which are not allowed in a step
     return func(*args)
 
 

@@ -103,7 +103,13 @@ class CallToCome:
         bundle: The activations that it has offloaded; None if none have to return.
     """
 
-    def __init__(self, member: Member, graph: Graph, needed: Sequence[Unit], bundle: Bundle | None) -> None:
+    def __init__(
+        self,
+        member: Member,
+        graph: Graph,
+        needed: Sequence[Unit],
+        bundle: Bundle | None,
+    ) -> None:
         self.member = weakref.ref(member)
         self.graph = graph
         self.needed = needed

@@ -32,7 +32,13 @@ class RunningCall:
         nodes: The nodes of custom Functions that were applied in it.
     """
 
-    def __init__(self, member: Member, needed: Sequence[Unit], number: int, places: dict[int, Twin]) -> None:
+    def __init__(
+        self,
+        member: Member,
+        needed: Sequence[Unit],
+        number: int,
+        places: dict[int, Twin],
+    ) -> None:
         self.member = member
         self.needed = needed
         self.number = number

@@ -21,7 +21,6 @@ from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes
 from sp_lightning.pipeline.weights.segment import GradientLayout, gradient_bytes
-from sp_lightning.pipeline.weights.weight import Weight
 
 _UNITS_PER_BUFFER = 5  # the number of buffers limits how far the optimizer may fall behind
 # Where gradients wait, the optimizer reads one buffer, one has landed, and one is on its way.
@@ -56,7 +55,7 @@ class LandingBuffers:
     def size_for(self, units: Sequence[Unit]) -> None:
         """Size the buffers for these units; they are made when the first one is needed."""
         self._arriving_bytes = [gradient_bytes(unit.weights) for unit in units]
-        self._sum_bytes = [max(gradient_bytes(unit.weights), _bytes_of_sums(unit.weights)) for unit in units]
+        self._sum_bytes = [gradient_bytes(unit.weights, are_sums=True) for unit in units]
         self._waiting.landing_bytes = sum(three_buffers(self._sum_bytes))
 
     def make_room(self, nbytes: int) -> None:
@@ -141,7 +140,12 @@ class LateGradients(DeferredTicket):
         nbytes: The bytes of all gradients.
     """
 
-    def __init__(self, name: str, gradients: Mapping[Gradient, Tensor], landing: LandingBuffers) -> None:
+    def __init__(
+        self,
+        name: str,
+        gradients: Mapping[Gradient, Tensor],
+        landing: LandingBuffers,
+    ) -> None:
         self.sources = list(gradients.values())
         weights = [gradient.weight for gradient in gradients]
         layout = GradientLayout(weights, [source.dtype for source in self.sources])
@@ -165,8 +169,3 @@ class LateGradients(DeferredTicket):
             if self._backend.poison:
                 self._backend.invalidate(as_bytes(target))
             self._backend.copy(target, source)
-
-
-def _bytes_of_sums(weights: Iterable[Weight]) -> int:
-    trained = [weight for weight in weights if weight.master.requires_grad]
-    return GradientLayout(trained, [weight.dtype for weight in trained]).nbytes

@@ -33,7 +33,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentG
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients, add_on_device, move_to_host
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.torch_private import untracked
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes, norm_dtype_of

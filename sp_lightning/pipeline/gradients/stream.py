@@ -21,7 +21,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentG
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
-from sp_lightning.pipeline.torch_private import post_accumulate_hooks, tensor_hooks
+from sp_lightning.pipeline.torch_private import tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.window import Window
@@ -190,7 +190,7 @@ class GradientStream:
                 master.grad = added
             else:
                 master.grad.add_(added.to(master.grad.device))
-            for hook in post_accumulate_hooks(master):
+            for hook in list((master._post_accumulate_grad_hooks or {}).values()):
                 hook(master)
 
     def abandon(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.pipeline.torch_private import owns_memory
+from sp_lightning.pipeline.torch_private import alias_count
 from sp_lightning.pipeline.weights.segment import HostMemory
 
 
@@ -124,12 +124,17 @@ def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
         total = before.to(gradient.weight.dtype, copy=not gradient.is_sum)
         gradient.set_tensor(total.add_(tensor), is_sum=True)
     # an update reads it in the order of memory
-    elif more_comes or tensor.stride() != like.stride() or not owns_memory(tensor):
+    elif more_comes or tensor.stride() != like.stride() or not _is_alone(tensor):
         dtype = gradient.weight.dtype if more_comes else tensor.dtype
         copied = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
         gradient.set_tensor(copied, is_sum=more_comes)
     else:
         gradient.set_tensor(tensor)
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Tell whether a tensor is alone in its storage, and fills it."""
+    return alias_count(tensor) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def move_to_host(of_segment: SegmentGradients) -> None:

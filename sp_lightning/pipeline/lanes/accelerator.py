@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sp_lightning.pipeline.lanes.at_work import use_threads
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend, DeviceMemory
-from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Origin, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Origin, Ticket, Worker
 from sp_lightning.pipeline.torch_private import use_expandable_segments
 
 
@@ -31,7 +32,12 @@ class _StreamTicket(Ticket):
     device is current would make a context there.
     """
 
-    def __init__(self, event: Any, begin: Any, on_device: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        event: Any,
+        begin: Any,
+        on_device: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self.event = event
         self.begin = begin
         self._on_device = on_device
@@ -148,7 +154,7 @@ class AcceleratorBackend(Backend):
         try:
             return self._issue(stream, job.action)
         finally:
-            job.finish()  # or it might keep device memory alive, in a cycle with what it refers to
+            job.finish()  # or it might keep device memory alive, in a reference cycle
 
     @override
     def computed(self) -> Ticket:

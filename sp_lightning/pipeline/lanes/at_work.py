@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 from sp_lightning.pipeline.torch_private import without_torch_function
 
 FORKED = (
@@ -124,3 +126,14 @@ def optimizer_waits() -> Iterator[None]:
         yield
     finally:
         optimizer_steps.depth = depth
+
+
+def use_threads(count: int | None) -> None:
+    """Let this many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
+    if count is not None:
+        usual_count = torch.get_num_threads()
+        torch.set_num_threads(count)
+        # This sets the count of this thread, and the default of later ones, which another thread restores.
+        restoring_thread = threading.Thread(target=torch.set_num_threads, args=(usual_count,))
+        restoring_thread.start()
+        restoring_thread.join()

@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from sp_lightning.pipeline.host_memory import usable_cores
 from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.lanes.at_work import use_threads
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, Worker, use_threads
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, Worker
 
 
 class HostBackend(Backend):
@@ -99,7 +100,12 @@ def full_device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"`device={str(device)!r}` is not a device that this torch can use. {reason}") from error
 
 
-def make_backend(device: torch.device, host_threads: int | Literal["auto"], processes: int, debug: bool) -> Backend:
+def make_backend(
+    device: torch.device,
+    host_threads: int | Literal["auto"],
+    processes: int,
+    debug: bool,
+) -> Backend:
     """Make the backend for a device, on a machine that this number of `processes` share.
 
     `debug` poisons unused memory, and delays copies on the emulated device.

@@ -23,7 +23,6 @@ from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import torch
 from typing_extensions import override
 
 from sp_lightning.pipeline.lanes.at_work import FORKED, OfOneProcess
@@ -248,17 +247,6 @@ class DeferredTicket(Ticket):
     def issued(self) -> Ticket:
         self.job.join()
         return self.ticket
-
-
-def use_threads(count: int | None) -> None:
-    """Let this many threads share each of torch's operations in the calling thread; None for as many as elsewhere."""
-    if count is not None:
-        usual_count = torch.get_num_threads()
-        torch.set_num_threads(count)
-        # This sets the count of this thread, and the default of later ones, which another thread restores.
-        restoring_thread = threading.Thread(target=torch.set_num_threads, args=(usual_count,))
-        restoring_thread.start()
-        restoring_thread.join()
 
 
 class Worker(OfOneProcess):

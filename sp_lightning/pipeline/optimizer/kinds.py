@@ -151,7 +151,12 @@ class Afterwards(enum.Enum):
 class OptimizerWeights:
     """The weights of an optimizer, and their units; found once, as long as param groups have the same parameters."""
 
-    def __init__(self, optimizer: Optimizer, weights: Mapping[int, Weight], stream: GradientStream) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        weights: Mapping[int, Weight],
+        stream: GradientStream,
+    ) -> None:
         self.parameters = identities_of(optimizer)
         # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
         self.gradients: dict[Gradient, int] = {}

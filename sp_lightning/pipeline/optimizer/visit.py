@@ -34,6 +34,7 @@ from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
 from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Ticket
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import (
     PIECES_AT_ONCE,
@@ -43,7 +44,6 @@ from sp_lightning.pipeline.optimizer.pieces import (
     pieces_of,
 )
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.torch_private import untracked
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import Segment, note_stepped
 
@@ -77,7 +77,7 @@ class Visit(DeferredTicket):
         pieces: Sequence[Piece],
         updates: Sequence[_Update],
     ) -> None:
-        # after what brings gradients, or their scaling, to the host
+        # after the copies that bring gradients, or their scaling, to the host
         after = [] if of_segment.ticket is None else [of_segment.ticket]
         super().__init__(Job(self._begin_pieces, after, rank=BEFORE_OTHER_WORK))
         self.ready = DeferredTicket(self.job)

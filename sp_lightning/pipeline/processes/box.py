@@ -171,7 +171,14 @@ class SharedMemory:
         generation: The generation of the memory when all work that this process has submitted is done.
     """
 
-    def __init__(self, box: Box, names: Sequence[str], memory: Tensor, own: Tensor, counters: Tensor) -> None:
+    def __init__(
+        self,
+        box: Box,
+        names: Sequence[str],
+        memory: Tensor,
+        own: Tensor,
+        counters: Tensor,
+    ) -> None:
         self.box = box
         self.names = names
         self.bytes = memory

@@ -13,7 +13,11 @@ from sp_lightning.pipeline.units.unit import Division, Entry, Member, Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 
-def make_division(tree: Tree, groups: Sequence[Sequence[nn.Module]], resident_weights: Set[Weight]) -> Division:
+def make_division(
+    tree: Tree,
+    groups: Sequence[Sequence[nn.Module]],
+    resident_weights: Set[Weight],
+) -> Division:
     """Make a unit of each group of modules, without its resident weights, and members of all modules with a call."""
     resident = Unit("resident", resident=True)
     units: list[Unit] = []
@@ -52,7 +56,12 @@ def _make_unit(tree: Tree, group: Sequence[nn.Module], resident_weights: Set[Wei
     return unit
 
 
-def _make_member(tree: Tree, module: nn.Module, unit: Unit | None, owners: Iterable[nn.Module]) -> Member:
+def _make_member(
+    tree: Tree,
+    module: nn.Module,
+    unit: Unit | None,
+    owners: Iterable[nn.Module],
+) -> Member:
     """Make a member whose call may use the weights that `owners` have themselves."""
     member = Member(tree.names[id(module)], module, unit)
     for owner in owners:

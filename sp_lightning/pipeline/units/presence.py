@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.torch_private import untracked
+from sp_lightning.pipeline.operations import untracked
 
 _NUMBERS_IN_ROW = 1024  # a fingerprint adds up the numbers of each row, and of each column
 

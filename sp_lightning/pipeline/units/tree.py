@@ -5,7 +5,7 @@ To manage a parameter is to point it to memory of the engine's own, which must b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from operator import mul
 
 import torch
@@ -147,3 +147,40 @@ def _tied_by_memory(root: nn.Module) -> set[int]:
             reached = device, after
             furthest_owner = owner_identity
     return tied
+
+
+def check_module(module: nn.Module, taken: Set[int]) -> None:
+    """Raise if a module cannot be streamed; `taken` are the identities of parameters that others stream."""
+    if isinstance(module, type):
+        raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several "
+            "modules into one, such as an `nn.Sequential`."
+        )
+    for name, parameter in module.named_parameters():
+        if id(parameter) in taken:
+            raise ValueError(
+                f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run one forward on example "
+                "data before the model is given to superpipeline."
+            )
+        if parameter.is_inference():
+            raise ValueError(
+                f"Parameter {name!r} was made in inference mode, so nothing can follow writes to "
+                "it. Build the model outside of `torch.inference_mode()`."
+            )
+        if getattr(parameter, "grad_dtype", parameter.dtype) not in (parameter.dtype, None):
+            raise ValueError(
+                f"Parameter {name!r} is {parameter.dtype}, and its `grad_dtype` {parameter.grad_dtype}: superpipeline "
+                "has gradients in the dtype of their weights. Leave `grad_dtype` as it is."
+            )
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Materialize the "
+                "model on the CPU first (`module.to_empty(device='cpu')` and then load or "
+                "initialize its weights)."
+            )

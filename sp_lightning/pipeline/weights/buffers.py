@@ -80,7 +80,13 @@ class HostBuffer:
     might go on reading the old one. In plain training, workers cannot use weights either, as these are on the device.
     """
 
-    def __init__(self, nbytes: int, backend: Backend, pin: bool, memory: Tensor | SharedMemory | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        backend: Backend,
+        pin: bool,
+        memory: Tensor | SharedMemory | None = None,
+    ) -> None:
         self._wiped: mmap.mmap | None = None
         self.pinned = False
         self.shared: SharedMemory | None = None  # the memory, if processes share it

@@ -94,7 +94,12 @@ class QuantizedWeight(Weight):
         """A number that grows with every change of the master that torch counts, and when it is given other memory."""
         return sum(part._version for part in parts_of(self.master)) + self.replacements
 
-    def point_master_to(self, host: Tensor, is_filled: bool = False, address: int | None = None) -> None:
+    def point_master_to(
+        self,
+        host: Tensor,
+        is_filled: bool = False,
+        address: int | None = None,
+    ) -> None:
         """Point the master to `host`, with its values unless others are there; the Parameter object stays the same."""
         places: list[Tensor] = []
         for part, offset in _offsets(parts_of(self.master)):

@@ -22,9 +22,10 @@ from torch.autograd.graph import increment_version
 
 from sp_lightning.pipeline.host_memory import release
 from sp_lightning.pipeline.lanes.backend import Backend
+from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.processes.box import Box, written_by_follower
 from sp_lightning.pipeline.stats import Progress
-from sp_lightning.pipeline.torch_private import untracked, without_torch_function
+from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.buffers import HostBuffer, as_bytes, lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -105,7 +106,7 @@ class Segment:
                 )
 
     def pop_edit(self) -> bool:
-        """Tell whether masters were edited since the last call. A process that follows drops what it has written."""
+        """Tell whether masters were edited since the last call. A process that follows drops its writes."""
         is_edited, written, shared = self.is_edited, self._written, self.memory.shared
         self.is_edited = False
         self._written = None
@@ -324,7 +325,8 @@ def norm_dtype_of(weights: Iterable[Weight]) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= MEASURED else None
 
 
-def gradient_bytes(weights: Iterable[Weight]) -> int:
-    """Return the bytes of the gradients of a unit's weights as they are sent to the host, and of their norms."""
+def gradient_bytes(weights: Iterable[Weight], are_sums: bool = False) -> int:
+    """Return the bytes of the gradients of a unit's weights as they are sent to the host, or of sums, and of norms."""
     trained = [weight for weight in weights if weight.master.requires_grad]
-    return GradientLayout(trained, [weight.compute_dtype for weight in trained]).nbytes
+    dtypes = [weight.dtype if are_sums else weight.compute_dtype for weight in trained]
+    return GradientLayout(trained, dtypes).nbytes

@@ -12,14 +12,14 @@ twins take the masters' places in the module tree, so the graph is built on the 
     twin.data       its values, in the unit's place on the device   Unit.set_place              until weights are placed
     lowered copy    the master in autocast's dtype, which is sent   Segment.prepare             while autocast lowers it
                     in its stead, beside the masters
-    handle          what autograd saves in place of the leaf, or    SavedTensors.pack           as long as the graph
-                    of a view of it
+    handle          stands for the leaf, or a view of it, in        SavedTensors.pack           as long as the graph
+                    autograd's graphs
     staging         a unit's gradients, packed on the device        StagingBuffers              until they were copied
     landing         gradients on the host on their way into a sum   LandingBuffers              until they were read
                     or into the optimizer
-    gradient        what the engine has until somebody reads        Routes                      until zeroed or used
-                    `.grad`: beside the masters, in a landing
-                    buffer, or on the device
+    gradient        the engine's until other code reads `.grad`:    Routes                      until zeroed or used
+                    beside the masters, in a landing buffer, or
+                    on the device
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
@@ -166,6 +166,43 @@ def become(life: Life, twins: Iterable[Twin]) -> None:
         twin.life = life
         if twin.changes_class:
             twin.parameter.__class__ = DepartedLeaf if life is Life.DEPARTED else twin.weight.leaf_class
+
+
+class Handle:
+    """The object that autograd saves in place of a weight, or of a view of one: an alias of its fixed place.
+
+    The engine may give the place to another unit between forward and backward. So backward unpacks a handle, makes sure
+    that the weight is on the device, and reads it there (activations/saved.py).
+
+    Attributes:
+        alias: The tensor over the place.
+        key: The identity of the place.
+    """
+
+    __slots__ = ("_readers", "_twin", "_version", "alias", "key")
+
+    def __init__(self, twin: Twin, tensor: Tensor) -> None:
+        self.key = twin.key
+        self._twin = twin
+        with without_torch_function():
+            self.alias = tensor.detach() if contains_others(tensor) else tensor
+            self._version = twin.version()
+        self._readers = twin.unit.readers
+        self._readers.handles += 1
+
+    @property
+    def name(self) -> str:
+        """The weight's name in errors."""
+        return f"weight {self._twin.weight.name!r}"
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weight has changed since it was saved."""
+        with without_torch_function():
+            return self._twin.version() != self._version
+
+    def __del__(self) -> None:
+        self._readers.handles -= 1
 
 
 class UsesUnderAutocast(Protocol):
