@@ -157,7 +157,7 @@ class SavedTensors:
             return packed.get()
         if type(packed) is Handle:
             tensor = packed.alias
-            # the twin that lies there now, as a leaf may have been given another place
+            # the twin that is there now, because the leaf may have another place by now
             twin = self.twins.get(packed.key)
             if twin is None:  # all weights have other places since
                 raise outdated_graph_error(packed.name)

@@ -111,7 +111,7 @@ def release_masters(guard: Guard) -> None:
 
 
 def run(guard: Guard, func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that has masters among its arguments, the first of which this guard sees."""
+    """Run an operation that has masters among its arguments; this guard sees the first one."""
     meaning = meaning_of(func)
     if meaning is Meaning.DEVICE and guard.in_step and not optimizer_steps.depth:
         return func(torch.empty(0, device=guard.device), *args[1:])
@@ -154,7 +154,7 @@ def _run_on_data(func: Operation, args: Args) -> Any:
 
 
 def _run_on_leaves(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that means masters, some of which have leaves in the module tree."""
+    """Run an operation that means masters; some of them have leaves in the module tree."""
     if meaning_of(func) is Meaning.DATA:  # leaves have a property of their own for this attribute
         leaf = _leaf_in_tree(args[0])
         if func.__name__ == "__get__":

@@ -216,7 +216,7 @@ class HostMemory:
     Processes that share masters share copies, too. All of them make memory at the same moments, in the same order.
 
     After an exception in the middle, such as a KeyboardInterrupt, each master has its values, where it was or in
-    memory of which this object knows.
+    memory that this object knows.
     """
 
     def __init__(self, backend: Backend, box: Box | None, progress: Progress) -> None:
