@@ -83,7 +83,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "Trainer": ("Trainer", {}, {}),
+    "Trainer": ("Trainer", {"gradient_accumulation_steps": 1}, {}),
     "autocast": ("Trainer", {"bf16": True}, {}),
     "cosine": ("Trainer", {"lr_scheduler_type": "cosine", "max_grad_norm": 0.0}, {}),
     "the best model": ("Trainer", {**EVALUATED, **BEST}, {}),

@@ -208,6 +208,7 @@ def test_examples_use_public_names_alone():
     public = {"sp_lightning", *(f"sp_lightning.{name}" for name in sp_lightning.__all__)}
     public |= {f"sp_lightning.optim.{name}" for name in optim.__all__}
     public |= {"sp_lightning.fabric", "sp_lightning.fabric.SuperpipelineStrategy"}
+    public |= {"sp_lightning.transformers", "sp_lightning.transformers.SuperpipelineTrainerMixin"}
     parts = tuple(f"sp_lightning.{room}." for room in ("pipeline", "planning", "timeline", "trainer"))
     for path in modules(EXAMPLES):
         ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
