@@ -91,7 +91,7 @@ class CallbackMixin(_Base):
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step
 
     def _record(self, trainer: Trainer, pipeline: Pipeline) -> Generator[None, bool, None]:
-        """Record steps, each of which begins with `next`, now and then; True, if it is sent, ends a recording early.
+        """Record a few steps now and then. Each step begins with `next`; sending True ends a recording early.
 
         That is often enough to show the use of time, and seldom enough to cost none. A recording does not end with its
         last step: the time between steps, such as waiting for data, is part of it.
@@ -128,7 +128,7 @@ class CallbackMixin(_Base):
         run = f"{type(trainer.lightning_module).__name__}, {trainer.state.fn.value}"
         try:
             write_timeline(recording, self.timeline, caption=f"{run}, k={plan.k}, {plan.device}")
-        except OSError as error:  # must not end the training
+        except OSError as error:  # the error must not end the training
             self._warn_of_timeline(error)
 
     def _warn_of_timeline(self, reason: object) -> None:

@@ -49,8 +49,8 @@ class Effort(NamedTuple):
     def of(cls, has_halves: bool, has_codes: bool) -> Effort:
         """Return the effort for masters in one tensor or in two halves, and for moments in fp32 or in codes.
 
-        The gradient is in bf16 and scaled once, as if clipped, and the new weights are put in their place. What is in
-        fp32 alone may be torch's own optimizer's, and counts as that.
+        The gradient is in bf16 and scaled once, as if clipped, and the new weights are put in their place. Masters and
+        moments in plain fp32 may belong to torch's own optimizer, and count as if they did.
         """
         if is_possible() and (has_halves or has_codes):
             nbytes = 19 if has_codes else 30
@@ -197,7 +197,7 @@ def _by_rule(rule: Rule, weight: Tensor, gradient: Tensor, first: Tensor, second
 
 
 def _noise(seed: Tensor, rows: Tensor) -> Tensor:
-    """Return a number between -1 and 0 for each element, of which its value and the step decide."""
+    """Return a number between -1 and 0 for each element, which depends on its value and on the step."""
     return (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
 
 

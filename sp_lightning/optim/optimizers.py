@@ -83,7 +83,7 @@ class AdamW(Optimizer):
         return loss
 
     def compile_updates(self, device: torch.device) -> None:
-        """Compile what updates weights on an accelerator, if it can be compiled: one small update of each kind."""
+        """Compile the kernels that update weights on an accelerator, if possible, by one small update of each kind."""
         for group in self.param_groups if device.type != "cpu" else ():
             for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
                 for of_gradient in {dtype, torch.bfloat16}:

@@ -166,7 +166,7 @@ class Engine:
                     parts.callback(self.stream.drop_used)
 
     def drop_work(self) -> None:
-        """Drop what is under way, after an interrupt that may have left it in any state."""
+        """Drop all work under way, after an interrupt that may have left it in any state."""
         self.at_work.abandon()
         if hasattr(self, "guard"):
             self.stream.forget()

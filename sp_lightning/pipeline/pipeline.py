@@ -59,7 +59,7 @@ class Pipeline:
         backend: Allocates and copies memory.
         options: The options.
         processes: All processes that train the model; None if there are no others.
-        stats: Counters of what the engine has done.
+        stats: Counters of the engine's work.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
         waiting: Decides whose gradients wait on the device.
 
@@ -209,7 +209,7 @@ class Pipeline:
         self.detach()
 
     def _finish(self) -> None:
-        """Finish what is under way; drop it if that fails."""
+        """Finish all work under way; drop it if that fails."""
         engine = self._parts
         # An interrupt may have ended the engine's own work, or a step, and torch does not report that.
         engine.at_work.abandon()

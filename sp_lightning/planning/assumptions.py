@@ -58,9 +58,9 @@ class Assumptions:
     """Assumptions about machine and training, for a plan without measurements.
 
     Args:
-        device_memory: GPU memory, of which a step may use 90 %: bytes, or text such as "24GiB". None asks the GPU, and
+        device_memory: GPU memory (a step may use 90 % of it): bytes, or text such as "24GiB". None asks the GPU, and
             is 24 GiB if there is none.
-        host_memory: CPU memory, of which 6 GiB are for the system and for data. None asks the machine if it has a GPU,
+        host_memory: CPU memory; 6 GiB of it are for the system and for data. None asks the machine if it has a GPU,
             and is 64 GiB otherwise.
         link: Bandwidth of copies in each direction, in GB/s. Both at once reach 85 % of the sum.
         compute: The lowest speed that the GPU reaches on such a model, in TFLOP/s. The plan is chosen for it.
@@ -81,7 +81,7 @@ class Assumptions:
         resident: The strategy's `resident`.
         optimizer_on: The strategy's `optimizer_on`.
         tokens: Number of tokens (or patches) in a batch: how often each weight matrix is applied, on each device.
-        length: Number of tokens in a row, each of which attention compares with all others.
+        length: Number of tokens in a row: attention compares each of them with all others.
         loss: Whether a language model's loss does without all logits at once, as with `loss_in_slices`.
         lora: Rank of adapters on all linear layers but the head, on a frozen base. None trains all weights.
         devices: Devices of the machine, which share its memory and the bandwidth of that memory.

@@ -254,7 +254,7 @@ class _Pass:
     def _run_forward(self) -> None:
         """Run through a forward, in which units wait for their steps, and visits bring them."""
         streamed = sum(self._streams)
-        # of the streamed units, those that forward finds on the device
+        # the streamed units that forward finds on the device
         staying = range(0 if self._workload.trains else max(0, streamed - self._slots), self._slots)
         brought = self._bring_at_once() if self._steps and streamed <= self._slots else None
         freed: list[float] = []

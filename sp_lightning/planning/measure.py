@@ -248,7 +248,7 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
     machine = replace(before, to_device=to_device, to_host=to_host, host=host)
-    # with what kernels have waited
+    # The rate includes the waits of kernels.
     machine = replace(machine, updates=_rate(recording, Kind.VISIT) or before.updates)
     if before.device_memory == math.inf:
         backend = engine.backend

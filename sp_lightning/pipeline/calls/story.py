@@ -7,7 +7,7 @@
     guard_masters       backward begins, and masters are guarded
     before_backward     backward is about to run the nodes of a call, whose unit is brought back
     end_backward        gradients have come; those of other processes are added
-    end_step            what the forward has written to weights goes to their masters
+    end_step            the forward's writes to weights go to their masters
     abandon             an exception has ended any of these
 
 [Note: one step]
@@ -50,7 +50,7 @@ class Story:
         running: The calls under way, innermost last.
         at_work: The scope of the engine's own work.
         graphs: The graphs that wait for their backward.
-        activations: Decides what becomes of saved tensors.
+        activations: Decides about saved tensors.
         backward: The backward pass under way.
     """
 
@@ -291,7 +291,7 @@ class Story:
             )
 
     def _put_in_leaves(self, unit: Unit, call: CallToCome) -> None:
-        """Put leaves in place of masters in those members of a unit that need nothing else than what is there."""
+        """Put leaves in place of masters in those members of a unit that need no other weights than these."""
         if unit.update.is_early:
             return
         for member in unit.members:

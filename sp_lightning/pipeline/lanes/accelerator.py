@@ -154,7 +154,7 @@ class AcceleratorBackend(Backend):
         try:
             return self._issue(stream, job.action)
         finally:
-            job.finish()  # or it might keep device memory alive, in a cycle with what it refers to
+            job.finish()  # or it might keep device memory alive, in a reference cycle
 
     @override
     def computed(self) -> Ticket:
