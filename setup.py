@@ -56,7 +56,8 @@ class BuildWithRecipes(build_py):
         if not self.editable_mode:
             recipes = Path(self.build_lib, "sp_lightning", "recipes")
             self.mkpath(str(recipes))
-            for script in sorted((ROOT / "examples").glob("*.py")):
+            examples = ROOT / "examples"
+            for script in [*sorted(examples.glob("*.py")), examples / "benchmarks" / "machine_speed.py"]:
                 self.copy_file(str(script), str(recipes / script.name))
 
 

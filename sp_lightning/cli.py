@@ -119,11 +119,16 @@ def main() -> int:
     return 0
 
 
+def _scripts(folder: str = "") -> Path:
+    """Return where scripts of examples/ are: in the installed package, or in the clone around it."""
+    package = Path(__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "examples" / folder
+
+
 def _recipes() -> dict[str, Path]:
     """Return the scripts of all recipes, by their commands: of the installed package, or of the clone around it."""
-    package = Path(__file__).parent
-    installed, cloned = package / "recipes", package.parent / "examples"
-    scripts = sorted((installed if installed.is_dir() else cloned).glob("*.py"))
+    scripts = sorted(_scripts().glob("*.py"))
     runs = 'if __name__ == "__main__":'
     return {path.stem.replace("_", "-"): path for path in scripts if runs in path.read_text(encoding="utf-8")}
 
@@ -148,9 +153,7 @@ def _check(arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
     if options.speed:
-        from sp_lightning.speed import speed
-
-        speed(chosen)
+        runpy.run_path(str(_scripts("benchmarks") / "machine_speed.py"))["speed"](chosen)
         return 0
     if not of_program:
         return 0 if check(chosen) else 1

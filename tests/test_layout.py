@@ -209,7 +209,7 @@ def test_examples_use_public_names_alone():
     public |= {f"sp_lightning.optim.{name}" for name in optim.__all__}
     public |= {"sp_lightning.fabric", "sp_lightning.fabric.SuperpipelineStrategy"}
     public |= {"sp_lightning.transformers", "sp_lightning.transformers.SuperpipelineTrainerMixin"}
-    parts = tuple(f"sp_lightning.{room}." for room in ("pipeline", "planning", "timeline", "trainer"))
+    parts = tuple(f"sp_lightning.{room}." for room in ("optim", "pipeline", "planning", "timeline", "trainer"))
     for path in modules(EXAMPLES):
         ours = {name for name in imported(path) if name.split(".")[0] == "sp_lightning"}
         if path.is_relative_to(EXAMPLES / "benchmarks"):

@@ -8,16 +8,17 @@ import math
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
+import machine_speed as speed_module
 import pytest
 import read_speed
 import torch
+from machine_speed import Shape, speed
 
 from sp_lightning import cli
-from sp_lightning import speed as speed_module
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.planning.work import Machine
-from sp_lightning.speed import Shape, speed
 
 TINY = Shape(width=16, layers=3, heads=2, vocabulary=32, rows=2, length=8)
 
@@ -76,7 +77,14 @@ def test_a_decoder_that_is_too_large_has_fewer_layers(monkeypatch):
 def test_the_command_measures(monkeypatch):
     """On the device that is named, and does nothing else."""
     asked: list[torch.device] = []
-    monkeypatch.setattr(speed_module, "speed", asked.append)
+    scripts: list[Path] = []
+
+    def run(path: str) -> dict[str, Any]:
+        scripts.append(Path(path))
+        return {"speed": asked.append}
+
+    monkeypatch.setattr(cli.runpy, "run_path", run)
     monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", "cpu", "--speed"])
     assert cli.main() == 0
     assert asked == [torch.device("cpu")]
+    assert scripts == [Path(speed_module.__file__)]

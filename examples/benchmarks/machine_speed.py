@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from sp_lightning.losses import chunked_cross_entropy
+from sp_lightning import chunked_cross_entropy
 from sp_lightning.optim import AdamW
 from sp_lightning.optim.one_kernel import is_possible
 from sp_lightning.optim.passes import compiled_kernels
