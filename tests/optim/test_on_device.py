@@ -31,7 +31,6 @@ def test_no_bit_differs(cls: Any, options: Any, scaling: Any, dtype: Any, moment
     compare(cls, {"moments": moments, **options}, scaling, dtype, torch.device("cpu"))
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("case", range(4))
 def test_one_kernel_is_near(monkeypatch: pytest.MonkeyPatch, case: int) -> None:
     """As inductor compiles it for the CPU: in all formats, for whole groups, and the rest by torch's operations."""
@@ -42,7 +41,6 @@ def test_one_kernel_is_near(monkeypatch: pytest.MonkeyPatch, case: int) -> None:
     assert not one_kernel._WITHOUT
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_kernel_takes_any_number_of_groups_anywhere(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Of one weight or several, in one memory, whatever the surroundings: it is not compiled again."""
