@@ -138,8 +138,9 @@ def _register_after(spec: ModuleSpec) -> None:
 
 
 def _register(package: str) -> None:
-    for adaptor in _ADAPTORS[package]:
-        import_module(adaptor)
+    if sys.modules.keys().isdisjoint(_ADAPTORS[package]):  # otherwise the program imports them, and they each other
+        for adaptor in _ADAPTORS[package]:
+            import_module(adaptor)
 
 
 sys.meta_path.insert(0, _RegisteringFinder())

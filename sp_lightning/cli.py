@@ -17,7 +17,6 @@ import os
 import re
 import runpy
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -58,6 +57,12 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 COMMANDS = (*RUNS, "plan", "check")
+RECIPES = (
+    *("fabric-loop", "finetune-chat", "finetune-diffusion", "finetune-lm", "finetune-preferences", "finetune-trl"),
+    *("finetune-vision", "finetune-vlm", "lora-lm", "plain-loop", "pretrain"),
+)
+"""Scripts of examples/, which are in the wheel."""
+
 _HELP = f"""usage: {PROGRAM} [--help] [--version] COMMAND ...
 
 Train and use models larger than GPU memory, with PyTorch Lightning.
@@ -68,7 +73,8 @@ commands:
   check                          compare streamed with plain training, on your machine or of your own model
 
 recipes, each a script for a tiny model, or for a model and data of yours:
-  {{recipes}}
+  {", ".join(RECIPES[:5])},
+  {", ".join(RECIPES[5:])}
 
 `{PROGRAM} COMMAND --help` lists the arguments of a command."""
 
@@ -85,11 +91,12 @@ def main() -> int:
         print(sp_lightning.__version__)
         return 0
     if command in ("-h", "--help"):
-        print(_HELP.format(recipes="\n  ".join(textwrap.wrap(", ".join(_recipes()), break_on_hyphens=False))))
+        print(_HELP)
         return 0
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and gives no arguments
         command = RUNS[0]
-    if (script := _recipes().get(command)) is not None:
+    if command in RECIPES:
+        script = _scripts() / f"{command.replace('-', '_')}.py"
         # as Python starts a script: so do the processes that a Trainer starts for several devices
         sys.argv = [str(script), *arguments]
         sys.path.insert(0, str(script.parent))
@@ -124,13 +131,6 @@ def _scripts(folder: str = "") -> Path:
     package = Path(__file__).parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "examples" / folder
-
-
-def _recipes() -> dict[str, Path]:
-    """Return the scripts of all recipes, by their commands: of the installed package, or of the clone around it."""
-    scripts = sorted(_scripts().glob("*.py"))
-    runs = 'if __name__ == "__main__":'
-    return {path.stem.replace("_", "-"): path for path in scripts if runs in path.read_text(encoding="utf-8")}
 
 
 def _check(arguments: Sequence[str]) -> int:
@@ -183,11 +183,10 @@ def _fail(message: str, status: int) -> int:
 
 def _plan(arguments: Sequence[str]) -> None:
     """Print the plan for a model."""
-    if not any(each.partition("=")[0] in ("--model", "-h", "--help") for each in arguments):
-        if not arguments or arguments[0].startswith("-"):
-            raise argparse.ArgumentError(
-                None, f"name a model, such as `{PROGRAM} plan Qwen3-8B`; `{PROGRAM} plan --help` lists what is built in"
-            )
+    if not arguments:
+        builtin = f"`{PROGRAM} plan --help` lists what is built in"
+        raise argparse.ArgumentError(None, f"name a model, such as `{PROGRAM} plan Qwen3-8B`; {builtin}")
+    if not arguments[0].startswith("-"):
         arguments = ["--model", *arguments]
     # dashes are underscores in names
     arguments = [re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), each) for each in arguments]

@@ -26,7 +26,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.cli import COMMANDS, RUNS
+from sp_lightning.cli import COMMANDS, RECIPES, RUNS
 from sp_lightning.cli import main as program
 
 if sys.version_info >= (3, 11):
@@ -172,7 +172,10 @@ def test_help_lists_all_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in COMMANDS)
-    assert " fabric-loop, finetune-chat, " in printed
+    scripts = (Path(__file__).resolve().parents[1] / "examples").glob("*.py")
+    recipes = [path for path in scripts if "\nif __name__ ==" in path.read_text(encoding="utf-8")]
+    assert list(RECIPES) == sorted(path.stem.replace("_", "-") for path in recipes)
+    assert all(recipe in printed for recipe in RECIPES)
     with pytest.raises(SystemExit) as ended:
         main(["check", "--help"])
     assert ended.value.code == 0

@@ -56,6 +56,14 @@ print(sp_lightning.SuperpipelineStrategy.__module__)
 """
 
 
+@pytest.mark.parametrize("first", ["fabric", "lightning", "strategy"])
+def test_any_module_may_be_the_first_import(first, python):
+    printed = python(
+        f"import sp_lightning.{first}" + REGISTERED + "import lightning.pytorch, lightning.fabric" + REGISTERED
+    )
+    assert {"lightning.pytorch", "lightning.fabric"} <= set(printed.split())
+
+
 def test_names_are_registered_in_what_is_imported_later(python):
     """By whatever finds them; nobody sees who has loaded them, and the first one's classes are those of the package."""
     code = """
