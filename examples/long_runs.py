@@ -77,7 +77,7 @@ def find_last(options: argparse.Namespace, run: dict[str, Any] | None) -> Path:
         if not differing:
             return last
     raise ValueError(
-        f"{last} is of a run with other options ({', '.join(differing)}): take another --output, or begin anew with "
+        f"{last} is of a run with other options ({', '.join(differing)}): take another --output, or begin again with "
         "--no-resume, or continue it with --resume"
     )
 

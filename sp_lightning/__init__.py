@@ -150,8 +150,7 @@ for _package in _ADAPTORS:
 
 def __dir__() -> list[str]:
     """List all public names for completion; `__getattr__` imports some of them on demand."""
-    rooms = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
-    return sorted({*__all__, "optim", *rooms, *(name for name in globals() if name.startswith("__"))})
+    return sorted([*__all__, "optim"])
 
 
 def __getattr__(name: str) -> Any:

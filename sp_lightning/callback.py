@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from sp_lightning.pipeline import Pipeline, Recording
+from sp_lightning.pipeline import Lane, Pipeline, Recording, WindowPlan
 from sp_lightning.planning.report import readable_seconds
 from sp_lightning.strategy import SuperpipelineMixin
 from sp_lightning.timeline import Breakdown, break_down, check_timeline_path, write_timeline
@@ -26,6 +26,8 @@ else:
 
 PREFIX = "superpipeline/"
 _SETTLING_STEPS = 5  # first steps, in which the engine learns, measures and plans
+_AS_PLANNED = 0.15  # a part of a step's time by which it may differ from the plan
+_LIMITS = {Lane.COMPUTE: "computing", Lane.HOST: "work on the CPU"}
 _LEAST_INTERVAL = 20  # steps from one recording to the next: at the end of each the host waits once
 
 
@@ -89,7 +91,7 @@ class CallbackMixin(_Base):
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_step
 
     def _record(self, trainer: Trainer, pipeline: Pipeline) -> Generator[None, bool, None]:
-        """Record steps, each of which begins with `next`, now and then; True, if it is sent, ends a recording early.
+        """Record a few steps now and then. Each step begins with `next`; sending True ends a recording early.
 
         That is often enough to show the use of time, and seldom enough to cost none. A recording does not end with its
         last step: the time between steps, such as waiting for data, is part of it.
@@ -126,7 +128,7 @@ class CallbackMixin(_Base):
         run = f"{type(trainer.lightning_module).__name__}, {trainer.state.fn.value}"
         try:
             write_timeline(recording, self.timeline, caption=f"{run}, k={plan.k}, {plan.device}")
-        except OSError as error:  # must not end the training
+        except OSError as error:  # the error must not end the training
             self._warn_of_timeline(error)
 
     def _warn_of_timeline(self, reason: object) -> None:
@@ -159,7 +161,10 @@ class CallbackMixin(_Base):
         self._steps = None
         if self._numbers is not None:
             step = readable_seconds(self._numbers.seconds / self._numbers.steps)
-            self.lightning.info(f"A step takes {step}. {self._numbers.headline()}")
+            strategy: Any = trainer.strategy
+            plan = strategy.pipeline.summary().plan if trainer.training else None
+            missed = "" if plan is None else unlike_the_plan(self._numbers, plan, trainer.accumulate_grad_batches)
+            self.lightning.info(f"A step takes {step}. {self._numbers.headline()}{missed}")
         elif self.timeline is not None:
             self._warn_of_timeline("no step was recorded")
 
@@ -191,6 +196,23 @@ class CallbackMixin(_Base):
         self._counted = counted
         self._times = {}
         return values
+
+
+def unlike_the_plan(numbers: Breakdown, plan: WindowPlan, batches: int) -> str:
+    """Say how long a plan expected a batch to take, and what it missed, if that is off by a lot; else nothing."""
+    expected, measured = plan.step_seconds / batches, numbers.seconds / numbers.steps
+    if not expected or abs(measured - expected) <= _AS_PLANNED * expected:
+        return ""
+    words = f" The plan expected {readable_seconds(expected)}"
+    if measured < expected:
+        return f"{words}."
+    causes = {
+        "time in which no unit computes": numbers.elsewhere,
+        **{f"waits for {cause}": stalled for cause, stalled in numbers.stalls.items()},
+        "computing": numbers.busy[Lane.COMPUTE] - expected * numbers.steps,
+    }
+    largest = max(causes, key=causes.__getitem__)
+    return f"{words}, limited by {_LIMITS.get(plan.bottleneck, 'copies')}; most of the difference is {largest}."
 
 
 def _is_within_a_fit(trainer: Trainer) -> bool:

@@ -155,7 +155,7 @@ def _judge(plain: _Trained, streamed: _Trained, device: torch.device, places: bo
         return False, "NO UNIT WAS THERE"
     same = len(plain.first) == len(streamed.first) and all(map(torch.equal, plain.first, streamed.first))
     pairs = zip(plain.weights, streamed.weights, strict=True)
-    # torch's maximum, of which NaN is the largest
+    # this is torch's maximum, which treats NaN as the largest
     apart = float(torch.stack([(one - other).abs().max() / one.abs().max() for one, other in pairs]).max())
     if not same or not apart <= (0 if device.type == "cpu" else _ROUNDING):
         return False, "OTHER NUMBERS"

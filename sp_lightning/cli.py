@@ -139,7 +139,7 @@ def _check(arguments: Sequence[str]) -> int:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--speed", action="store_true", help="measure how fast this machine is, in three minutes")
+    parser.add_argument("--speed", action="store_true", help="measure how fast this machine is, in four minutes")
     parser.add_argument("--steps", type=int, default=6, help="steps of your own program (default: %(default)s)")
     device = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, of_program = parser.parse_known_args(arguments[device is not None :])

@@ -1,4 +1,4 @@
-"""The strategy of Fabric: translates its calls into those of pipelines, of which each model has its own.
+"""The strategy of Fabric: translates its calls into those of pipelines, one for each model.
 
 `FabricMixin` is the whole implementation, and `fabric.py` and `lightning_fabric.py` are its twins, as for the Trainer.
 A loop of your own declares no steps: a step begins with a model's call, and ends with `fabric.backward`, or when an

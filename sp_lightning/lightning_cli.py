@@ -68,7 +68,7 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def _wrong_value(text: str) -> str:
-    """Say which option has a value that it does not take, and what it takes."""
+    """Name the option with a wrong value, and the values that it takes."""
     options = re.findall(r'Parser key "([\w.]+)"', text)
     if len(options) != 1:
         return text  # of a class, within a class

@@ -14,7 +14,7 @@ No public API says that a model places itself. So this file relies on these name
 
 - `Trainer.create_accelerator_and_postprocess` is called once in `__init__`, before a model is placed or prepared.
 - `Trainer._move_model_to_device` alone moves the Trainer's model.
-- `Accelerator.prepare` calls the `prepare_model` of its own object, by which each model of a Trainer passes: the one
+- `Accelerator.prepare` calls the `prepare_model` of its own object for each model of a Trainer: the one
   that is trained, in `train`, after the optimizer was made; those of a reference and of a reward, in `__init__`.
 - `Accelerator.clip_grad_norm_`, of its object, clips. That of accelerate 1.15 reads all gradients to find out whether
   one is distributed, and so does the Trainer of transformers 5.24, once, if `_mixed_mesh_grads` is None.

@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 
 from sp_lightning import SuperpipelineCallback
-from sp_lightning.callback import PREFIX
-from sp_lightning.pipeline import Stats, Summary, WindowPlan
+from sp_lightning.callback import PREFIX, unlike_the_plan
+from sp_lightning.pipeline import Lane, Stats, Summary, WindowPlan
+from sp_lightning.timeline import Breakdown
 from sp_lightning.trainer.narrator import outcome, planned
 
 from .lightning_modules import Base, Notes, assert_same_training, fit, loader, plain, streamed, trainer
@@ -187,6 +188,22 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     assert '"steps": 2' in text
     said, _ = [text for text in messages() if text.startswith("A step takes")]  # of two streamed runs
     assert "The device computes" in said
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        (1.0, ""),
+        (0.9, ""),
+        (1.4, " The plan expected 1.40 s."),
+        (0.5, " The plan expected 500 ms, limited by copies; most of the difference is waits for weights."),
+        (0.0, ""),
+    ],
+)
+def test_a_step_unlike_its_plan(expected, said):
+    numbers = Breakdown(0.0, 2.0, 2, {Lane.COMPUTE: 1.2}, {}, 0.7, {"weights": 0.6, "optimizer": 0.1}, 1.0)
+    plan = WindowPlan(2, step_seconds=3 * expected, bottleneck=Lane.TO_DEVICE)
+    assert unlike_the_plan(numbers, plan, batches=3) == said
 
 
 @pytest.mark.parametrize("entry", ["validate", "predict"])

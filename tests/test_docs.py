@@ -129,6 +129,8 @@ def test_public_names_are_in_the_reference():
 def test_scripts_in_commands_exist():
     commands = "\n".join(text for document in DOCUMENTS for text in blocks(document, "bash"))
     scripts = set(re.findall(r"\b(?:examples|tools)/[\w/]+\.(?:py|sh|yaml)\b", commands))
+    recipes = re.findall(r"\bsp-lightning ([a-z]+-[a-z-]+)", commands)
+    scripts |= {f"examples/{recipe.replace('-', '_')}.py" for recipe in recipes}
     assert len(scripts) > 5
     assert not [script for script in scripts if not (ROOT / script).is_file()]
 

@@ -1,18 +1,22 @@
-"""`sp-lightning check --speed`: measures in all three ways, and tells nothing about a person or a machine's name."""
+"""`sp-lightning check --speed`: measures in all ways, and tells nothing about a person or a machine's name."""
 
 from __future__ import annotations
 
 import getpass
 import json
+import math
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+import read_speed
 import torch
 
 from sp_lightning import cli
 from sp_lightning import speed as speed_module
+from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.planning.work import Machine
 from sp_lightning.speed import Shape, speed
 
 TINY = Shape(width=16, layers=3, heads=2, vocabulary=32, rows=2, length=8)
@@ -22,22 +26,39 @@ TINY = Shape(width=16, layers=3, heads=2, vocabulary=32, rows=2, length=8)
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is measured of a tiny decoder, on a machine whose rates are known."""
     monkeypatch.setattr(speed_module, "ON_CPU", TINY)
-    monkeypatch.setattr(speed_module, "measure", lambda: {"host_bandwidth": 10.0})
+    machine = Machine(25e9, math.inf, 10e9)
+    monkeypatch.setattr(speed_module, "measured_machine", lambda: machine)
     told: list[str] = []
     speed(torch.device("cpu"), told.append)
     return told
 
 
-def test_three_runs_are_measured_and_are_one_line_of_json(lines):
-    plain, streamed, other = lines[1:4]
-    assert plain.startswith("plain: ")
-    assert streamed.startswith("streamed within ")
-    assert other.startswith("streamed within ")
-    assert all("ms a step" in line for line in (plain, streamed, other))
-    found = json.loads(lines[-1].splitlines()[-1])
-    assert [run["budget_bytes"] is None for run in found["runs"]] == [True, False, False]
-    assert all(run["tokens_per_second"] > 0 for run in found["runs"])
+def test_runs_are_measured_and_are_one_line_of_json(lines, capsys, tmp_path):
+    assert [line.partition(":")[0] for line in lines[1:5]] == [way.name for way in speed_module._WAYS]
+    assert all("ms a step" in line for line in lines[1:5])
+    line = lines[-1].splitlines()[-1]
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert found["gb_per_second"] == {"host": 10.0, "up": 25.0, "down": None, "both": None, "ram": None}
     assert found["decoder"]["layers"] == TINY.layers
+    assert found.keys() >= {
+        "driver",
+        "cuda",
+        "pcie_generation",
+        "pcie_width",
+        "power_limit_watts",
+        "huge_pages",
+        "numba",
+    }
+    assert found["product_tflops"] > 0
+    for run in found["runs"]:
+        assert run["tokens_per_second"] > 0
+        assert run["spread"][0] <= run["step_seconds"] <= run["spread"][1]
+        if run["share"] is not None:
+            assert run["planned_seconds"] > 0
+            assert run["lane_seconds"].keys() == {lane.value for lane in Lane}
+    (tmp_path / "found.json").write_text(line)
+    read_speed.main([str(tmp_path / "found.json")])
+    assert capsys.readouterr().out.count("planned / measured") == 3
 
 
 def test_the_line_names_nobody(lines):

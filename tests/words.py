@@ -27,4 +27,7 @@ AVOIDED = {
     r"could be had": "was available",
     r"lies (on|in|there)|lie (on|in|there)": "is on, is in",
 }
-"""What is not written (whole words, in any case), and what is written in its place."""
+"""Words that are not written (whole words, in any case), and words to write in their place."""
+
+WITHOUT_SUBJECT = r"Whoever|Who|Whatever|What|Nobody|Somebody|Of (?!\d)"
+"""Beginnings of sentences whose subject is a clause, or comes late. Questions and headings may have them."""

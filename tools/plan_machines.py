@@ -29,7 +29,7 @@ from sp_lightning.planning.report import Row, number_range, plan_row, readable_s
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("planned.json")
-PAGES = [ROOT / "README.md", ROOT / "tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / folder / "README.md" for folder in ("", "examples", "tools")), *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- planned: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 MACHINES = [  # a GPU, a host and its memory
     ("RTX 3060", "desktop DDR4", "32GiB"),
@@ -79,10 +79,6 @@ LONGEST = [  # decoders whose longest row is planned: a name, and the rank of ad
 CARDS = ("24GiB", "80GiB")
 HOSTS = ("32GiB", "64GiB", "128GiB")
 WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"}, IN_EIGHT_BITS]
-STEPS: list[dict[str, Any]] = [{}, CLIPPED, {"accumulate": 8}, {**CLIPPED, "accumulate": 8}]
-EIGHT = ("Llama-3.1-8B", "Qwen3-8B")
-
-
 # ------------------------------------------------------------------------------------------------- what is planned
 
 
@@ -143,13 +139,6 @@ def plan_longest(name: str, lora: int | None, memory: str) -> int:
     return 1024 * fits
 
 
-def plan_eight() -> list[list[dict[str, Any]]]:
-    """Plan models of 8B with 24 GB and 64 GiB, clipped or not, in one batch or accumulated."""
-    assumed = {**machine("RTX 4090", "desktop DDR5", "64GiB"), **IN_EIGHT_BITS, "tokens": 8192}
-    given = [Assumptions(**assumed, **step) for step in STEPS]
-    return [[plain(plan_row(named_model(name), each)) for each in given] for name in EIGHT]
-
-
 def plan_size(memory: str, way: dict[str, Any]) -> float:
     """Return the billions of parameters of the largest decoder that fits, with layers as Qwen3-4B's."""
     given = Assumptions(host_memory=memory, device_memory="24GiB", **CLIPPED, **way)
@@ -179,7 +168,6 @@ def plan_everything() -> dict[str, Any]:
         "users": [plan_user(user) for user in USERS],
         "more": [plan_user(user) for user in MORE],
         "longest": [[plan_longest(*model, memory) for memory in CARDS] for model in LONGEST],
-        "eight": plan_eight(),
         "sizes": [[plan_size(memory, way) for way in WAYS] for memory in HOSTS],
         "replay": [list(map(round, replay.predicted(run))) for run in replay.RUNS],
     }
@@ -255,23 +243,6 @@ def first_user(figures: dict[str, Any]) -> str:
     return f"{cell['speed']} tokens/s"
 
 
-def eight(figures: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of 8B models with 24 GB and 64 GiB."""
-    yield "| gradients | " + " | ".join(EIGHT) + " |"
-    yield "|" + " --- |" * (1 + len(EIGHT))
-    for number, step in enumerate(STEPS):
-        clipped = "clipped by norm" if "gradient_clip_val" in step else "not clipped"
-        batches = ", summed over 8 batches" if "accumulate" in step else ""
-        cells = [model[number] for model in figures["eight"]]
-        said = [
-            f"fits: {cell['host']} of RAM, {cell['speed']} tokens/s"
-            if cell["fits"]
-            else f"does not fit: needs {cell['needs']} of {place_of(cell)}"
-            for cell in cells
-        ]
-        yield f"| {clipped}{batches} | {' | '.join(said)} |"
-
-
 def sizes(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the largest models."""
     compact = "[`sp_lightning.optim`](docs/optimizers.md#compact-optimizers)"
@@ -306,7 +277,7 @@ def runs(figures: dict[str, Any]) -> Iterator[str]:
 
 FIGURES: dict[str, Callable[[dict[str, Any]], str | Iterator[str]]] = {
     each.__name__: each
-    for each in (machines, users, more, longest, first_user, mixture, eight, sizes, bytes_per_parameter, runs)
+    for each in (machines, users, more, longest, first_user, mixture, sizes, bytes_per_parameter, runs)
 }
 
 

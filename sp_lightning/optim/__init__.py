@@ -4,6 +4,6 @@ They are plain `torch.optim.Optimizer`s for fp32 and bf16 parameters on the CPU 
 on both; `docs/optimizers.md` has the table.
 """
 
-from sp_lightning.optim.optimizers import Adam, AdamW
+from sp_lightning.optim.optimizers import Adam, AdamW, Lion
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "Lion"]

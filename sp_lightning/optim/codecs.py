@@ -185,6 +185,15 @@ def pack(memory: Memory, staged: Any, size: Any, key: Any) -> None:
 
 
 @jit
+def pack_first(memory: Memory, staged: Any, size: Any) -> None:
+    """Write a group of first moments in codes, which have no second ones."""
+    scale = _scale_of(staged, size)
+    memory.first_scale[0] = scale
+    for i in range(size):
+        memory.first[i] = I8(encode_signed(staged[i], scale))
+
+
+@jit
 def _scale_of(staged: Any, size: Any) -> Any:
     """Return the largest magnitude in a group, or NaN if there is one."""
     most = U32(0)  # the bits of floats without a sign have the same order; NaN is above all

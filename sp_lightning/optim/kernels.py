@@ -38,6 +38,7 @@ from sp_lightning.optim.codecs import (
     load_weight,
     noise,
     pack,
+    pack_first,
     pointer_to,
     scaled,
     space,
@@ -71,27 +72,38 @@ def _adam(kind: Kind, rule: Rule, p: Any, g: Any, m: Any, v: Any, tail: Any) -> 
 
 
 @jit
+def _lion(rule: Rule, p: Any, g: Any, m: Any) -> Any:
+    """Return a weight and its moment after a step; all in fp32, and each operation rounds."""
+    mean = m * rule.correction + g * rule.first_rate
+    sign = F32(1) if mean > 0 else F32(-1) if mean < 0 else F32(0)
+    return p * rule.decay - sign * rule.lr, m * rule.second_decay + g * rule.second_rate
+
+
+@jit
 def _step_block(
     kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, key: Any
 ) -> None:  # fmt: skip
     staged = space(), space()
     m_scale = memory.first_scale[0] if kind.is_coded else F32(0)
-    v_scale = memory.second_scale[0] if kind.is_coded else F32(0)
+    v_scale = memory.second_scale[0] if kind.is_coded and kind.has_second else F32(0)
+    has_ties = kind.has_second and not kind.is_coded  # see [Note: ties]
     for i in range(size):
         g = load(memory.gradient, kind.gradient, i)
         g = scaled(g, scaling, kind.is_scaled, kind.weight == 2 and kind.gradient == 2)
         if kind.is_coded:
             m = decode_signed(memory.first[i], m_scale)
-            v = decode_positive(memory.second[i], v_scale)
-            was_up = U32(1)
+            v = decode_positive(memory.second[i], v_scale) if kind.has_second else F32(0)
         else:
             m = load(memory.first, kind.moment, i)
-            v = load(memory.second, kind.moment, i)
-            was_up = U32(bits_of(v) >> U32(31))  # see [Note: ties]
-            v = abs(v)
+            v = load(memory.second, kind.moment, i) if kind.has_second else F32(0)
+        was_up = U32(bits_of(v) >> U32(31)) if has_ties else U32(1)
+        v = abs(v)
         p = load_weight(kind, memory, i, was_up)
-        p, m, v = _adam(kind, rule, p, g, m, v, tail)
-        up = store_weight(kind, memory, i, p, not kind.is_coded)
+        if kind.has_second:
+            p, m, v = _adam(kind, rule, p, g, m, v, tail)
+        else:
+            p, m = _lion(rule, p, g, m)
+        up = store_weight(kind, memory, i, p, has_ties)
         if kind.copy > 0:
             store(memory.copy, kind.copy, i, p)
         if kind.is_coded:
@@ -100,9 +112,12 @@ def _step_block(
             staged[1][i] = np.sqrt(v)  # the update has computed this root already
         else:
             store(memory.first, kind.moment, i, m)
-            store(memory.second, kind.moment, i, float_of(bits_of(v) | U32(up << U32(31))))
-    if kind.is_coded:
+            if kind.has_second:
+                store(memory.second, kind.moment, i, float_of(bits_of(v) | U32(up << U32(31))))
+    if kind.is_coded and kind.has_second:
         pack(memory, staged, size, key)
+    elif kind.is_coded:
+        pack_first(memory, staged[0], size)
 
 
 _SIGNATURE = types.void(

@@ -47,8 +47,8 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not contiguous. Call `.contiguous()` on it.")
 
 
-def make_state(p: Tensor, group: dict[str, Any]) -> State:
-    """Return the state of a parameter before its first step, on its device.
+def make_state(p: Tensor, group: dict[str, Any], moments: int = 2) -> State:
+    """Return the state of a parameter before its first step, on its device, with one moment or two.
 
     Steps are counted on the host, which would wait for a device that does it.
     Torch's default dtype and device are the user's: Lightning sets the former to bf16 around a `training_step`.
@@ -56,7 +56,7 @@ def make_state(p: Tensor, group: dict[str, Any]) -> State:
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     if p.dtype == torch.bfloat16:
         state["low"] = torch.zeros_like(p, dtype=torch.uint16)
-    for name in MOMENT_NAMES:
+    for name in MOMENT_NAMES[:moments]:
         is_second = name == "exp_avg_sq"
         if group["moments"] == "int8":
             codes = torch.uint8 if is_second else torch.int8
@@ -69,16 +69,17 @@ def make_state(p: Tensor, group: dict[str, Any]) -> State:
     return state
 
 
-def moment_in(state: State, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return a moment, however it is kept, and the scales of its codes; see [Note: names]."""
+def moment_in(state: State, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return a moment, however it is kept, and the scales of its codes, or None; see [Note: names]."""
     if f"{name}_codes" in state:
         return state[f"{name}_codes"], state[f"{name}_scale"]
-    return state[name] if name in state else state[f"{name}_with_ties"], None
+    return state.get(name, state.get(f"{name}_with_ties")), None
 
 
 def is_compact(state: State) -> bool:
-    """Tell whether state has more of a weight than torch's optimizers would read: half a master, or codes."""
-    return any(name == "low" or name.endswith("_codes") for name in state)
+    """Tell whether torch's optimizers cannot read state: of half a master, in codes, or of one moment."""
+    has_one_moment = "exp_avg" in state and "exp_avg_sq" not in state
+    return has_one_moment or any(name == "low" or name.endswith("_codes") for name in state)
 
 
 def count_in(states: Sequence[State]) -> list[float]:

@@ -49,8 +49,8 @@ class Effort(NamedTuple):
     def of(cls, has_halves: bool, has_codes: bool) -> Effort:
         """Return the effort for masters in one tensor or in two halves, and for moments in fp32 or in codes.
 
-        The gradient is in bf16 and scaled once, as if clipped, and the new weights are put in their place. What is in
-        fp32 alone may be torch's own optimizer's, and counts as that.
+        The gradient is in bf16 and scaled once, as if clipped, and the new weights are put in their place. Masters and
+        moments in plain fp32 may belong to torch's own optimizer, and count as if they did.
         """
         if is_possible() and (has_halves or has_codes):
             nbytes = 19 if has_codes else 30
@@ -138,8 +138,8 @@ def part_of(memory: Memory, begin: int, end: int) -> Memory:
 
 
 def _step(step: Pass) -> None:
-    # torch's optimizers keep torch's bits
-    may_be_one = "moments" in step.group and step.memory.weight.numel() % GROUP == 0
+    # torch's optimizers keep torch's bits; an update of one moment is a few operations anyway
+    may_be_one = "moments" in step.group and step.update.moments == 2 and step.memory.weight.numel() % GROUP == 0
     if may_be_one and run_as_one_kernel(step, operate):
         return
     by_torch = partial(step.update.by_torch, step.group, step.step)
@@ -165,22 +165,21 @@ def _operate(memory: Memory, scaling: Scaling, parts: _Parts) -> None:
     in_bf16 = weight.dtype == memory.gradient.dtype == torch.bfloat16
     gradient = scaled(memory.gradient, scaling, parts.to_bf16 if in_bf16 else None)
     kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)]
-    first, second = [
-        moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept
-    ]  # fmt: skip
+    kept = kept[: 1 if memory.second is None else 2]
+    moments = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
     # see [Note: ties] in codecs.py
-    has_ties = memory.low is not None and memory.second_scale is None
-    master = load_weight(weight, memory.low, second if has_ties else None)
+    has_ties = memory.low is not None and memory.second is not None and memory.second_scale is None
+    master = load_weight(weight, memory.low, moments[-1] if has_ties else None)
     if has_ties:
-        second.abs_()
-    parts.update(master, gradient, first, second)
+        moments[-1].abs_()
+    parts.update(master, gradient, *moments)
     del gradient  # its memory is needed, see BYTES_MEANWHILE
     if memory.copy is not None:
         memory.copy.copy_(master)
     was_up = store_weight(memory, master, has_ties)
     if was_up is not None:
-        second.view(torch.int32).add_(was_up, alpha=-(1 << 31))
-    for (moment, scales), value in zip(kept, (first, second), strict=True):
+        moments[-1].view(torch.int32).add_(was_up, alpha=-(1 << 31))
+    for (moment, scales), value in zip(kept, moments, strict=True):
         if scales is not None:
             pack(moment, scales, value, parts.noise)
         elif value is not moment:
@@ -198,7 +197,7 @@ def _by_rule(rule: Rule, weight: Tensor, gradient: Tensor, first: Tensor, second
 
 
 def _noise(seed: Tensor, rows: Tensor) -> Tensor:
-    """Return a number between -1 and 0 for each element, of which its value and the step decide."""
+    """Return a number between -1 and 0 for each element, which depends on its value and on the step."""
     return (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
 
 

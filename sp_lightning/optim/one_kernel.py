@@ -4,8 +4,8 @@ There is a kernel for each way that memory lies, over any number of groups. It i
 else as the first such pass runs, and inductor keeps it on disk. `torch.compile` of a function would compile again in
 the middle of a step: for another default dtype, under autocast, or for tensors that share memory.
 
-Its bits are those of torch's operations, except for two things. What rounds codes at random is another noise. And a GPU
-may round a product and a sum once, as a fused multiply-add; then a code that lay halfway may be the next one.
+Its bits are those of torch's operations, except for two things. Another noise rounds codes at random. And a GPU may
+round a product and a sum once, as a fused multiply-add; then a code that lay halfway may be the next one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sp_lightning.optim.layout import GROUP
 from sp_lightning.optim.rules import Memory, Pass, Rule, Scaling
 
 _LOG = logging.getLogger(__name__)
-_GROUPS = 1 << 16  # of a piece, for whose size a kernel divides its work
+_GROUPS = 1 << 16  # groups of a piece, for whose size a kernel divides its work
 _WITHOUT = {"cpu"}  # types of devices for which nothing is compiled: numba does it there, or nothing can be
 
 Operations: TypeAlias = Callable[[Memory, Rule, Scaling, Tensor], None]
-"""What a kernel is made of: all numbers are tensors, and the last one is the seed of a step."""
+"""The operations of a kernel: all numbers are tensors, and the last one is the seed of a step."""
 
 
 def run_as_one_kernel(step: Pass, operations: Operations) -> bool:
@@ -50,7 +50,7 @@ def run_as_one_kernel(step: Pass, operations: Operations) -> bool:
 
 
 def is_possible() -> bool:
-    """Tell whether passes on a GPU are one kernel each, as far as it was tried."""
+    """Tell whether passes on a GPU are one kernel each, or no compilation has failed yet."""
     return {"cpu"} >= _WITHOUT
 
 

@@ -1,4 +1,4 @@
-"""AdamW and Adam with fewer bytes for each parameter: their options, a step on several threads, checkpoints."""
+"""AdamW, Adam and Lion with fewer bytes for each parameter: their options, a step on several threads, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sp_lightning.optim.layout import GROUP, State, check_group, is_compact, make_state
 from sp_lightning.optim.on_device import load_weight
 from sp_lightning.optim.passes import Work, passes_of, run
-from sp_lightning.optim.rules import Pass, Update
+from sp_lightning.optim.rules import Pass, SignUpdate, Update
 
 COMPACT = "compact"
 """The key that only the last param group of a checkpoint of compact state has; its value explains that to a reader."""
@@ -46,8 +46,8 @@ class AdamW(Optimizer):
     ) -> None:
         for name in unknown:
             raise TypeError(
-                f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case, "
-                "and its options are lr, betas, eps, weight_decay and moments."
+                f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case. "
+                "docs/optimizers.md has what it takes."
             )
         # torch's Adam accepts and refuses the same options
         torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
@@ -83,7 +83,7 @@ class AdamW(Optimizer):
         return loss
 
     def compile_updates(self, device: torch.device) -> None:
-        """Compile what updates weights on an accelerator, if it can be compiled: one small update of each kind."""
+        """Compile the kernels that update weights on an accelerator, if possible, by one small update of each kind."""
         for group in self.param_groups if device.type != "cpu" else ():
             for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
                 for of_gradient in {dtype, torch.bfloat16}:
@@ -95,7 +95,7 @@ class AdamW(Optimizer):
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
         trained = [p for p in group["params"] if p.requires_grad]
-        made = [make_state(p.to("meta"), group) for p in trained]
+        made = [make_state(p.to("meta"), group, self.update.moments) for p in trained]
         return sum(value.nbytes for state in made for value in state.values())
 
     def master(self, p: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class AdamW(Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for p, number in zip(group["params"], saved["params"], strict=True):
                 if state_dict["state"].get(number):
-                    self.state[p] = _loaded(state_dict["state"][number], make_state(p, group))
+                    self.state[p] = _loaded(state_dict["state"][number], make_state(p, group, self.update.moments))
 
 
 def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: bool) -> None:
@@ -188,3 +188,21 @@ class Adam(AdamW):
         **unknown: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, moments=moments, **unknown)
+
+
+class Lion(AdamW):
+    """Lion, as `AdamW` with one moment, and decoupled weight decay: 8 bytes for each parameter, 5 with int8 moments."""
+
+    update = SignUpdate(is_decoupled=True)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        moments: str = "fp32",
+        **unknown: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay=weight_decay, moments=moments, **unknown)

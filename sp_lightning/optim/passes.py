@@ -57,7 +57,7 @@ def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> l
     if "moments" in group:  # torch's make their state themselves
         for work in works:
             if not work.state:
-                work.state.update(make_state(work.weight, group))
+                work.state.update(make_state(work.weight, group, update.moments))
     taken_by = [taken(work) for work in works]
     steps = count_in([work.state for work in works])
     return [Pass(update, group, step, *each) for step, each in zip(steps, taken_by, strict=True)]

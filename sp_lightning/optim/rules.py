@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Update:
     """Adam, by the options of a param group; its weight decay is added to the gradient unless it is decoupled."""
 
     is_decoupled: bool
+    moments: ClassVar[int] = 2
 
     def rule(self, group: dict[str, Any], step: float) -> Rule:
         """Return the numbers of a step; steps are counted from one."""
@@ -53,10 +54,9 @@ class Update:
         )
         return Rule(*map(np.float32, exact))
 
-    def by_torch(
-        self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor
-    ) -> None:
+    def by_torch(self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
         """Make a step in place by torch's fused kernel for the device of these tensors."""
+        first, second = moments
         beta1, beta2 = map(float, group["betas"])
         steps_before = torch.full((), step - 1, dtype=torch.float32, device=weight.device)
         adam(
@@ -78,6 +78,29 @@ class Update:
         )
 
 
+@dataclass(frozen=True)
+class SignUpdate(Update):
+    """Lion: every weight moves by the learning rate, in the direction of a mean of gradient and moment."""
+
+    moments: ClassVar[int] = 1
+
+    def rule(self, group: dict[str, Any], step: float) -> Rule:
+        """Return the numbers of a step."""
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        decay = 1 - lr * float(group["weight_decay"])
+        exact = Rule(lr, decay, penalty=0, first_rate=1 - beta1, second_decay=beta2, second_rate=1 - beta2,
+                     correction=beta1, eps=0)  # fmt: skip
+        return Rule(*map(np.float32, exact))
+
+    def by_torch(self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
+        """Make a step in place by torch's operations, each of which rounds once, as the kernel does."""
+        (first,) = moments
+        rule = Rule(*map(float, self.rule(group, step)))
+        direction = (first * rule.correction).add_(gradient * rule.first_rate).sign_()
+        weight.mul_(rule.decay).sub_(direction.mul_(rule.lr))
+        first.mul_(rule.second_decay).add_(gradient * rule.second_rate)
+
+
 class Scaling(NamedTuple):
     """The scaling of a gradient before the update: two factors, one after the other."""
 
@@ -95,7 +118,7 @@ class Memory(NamedTuple):
     low: Any  # the lower half of the master, whose upper half the weight is
     gradient: Any
     first: Any
-    second: Any
+    second: Any  # None if there is one moment
     copy: Any  # a copy of the new weight, to be written
     first_scale: Any = None  # the scales of moments in codes
     second_scale: Any = None
@@ -112,6 +135,7 @@ class Kind(NamedTuple):
     gradient: int
     moment: int
     copy: int
+    has_second: bool = True  # else it is Lion's
 
     @classmethod
     def of(cls, rule: Rule, scaling: Scaling, memory: Memory) -> Kind:
@@ -119,8 +143,8 @@ class Kind(NamedTuple):
         weight, low, gradient, moment, _, copy = (
             0 if tensor is None else tensor.itemsize for tensor in memory[:6]
         )  # fmt: skip
-        is_coded = memory.first_scale is not None
-        return cls(bool(rule.penalty != 0), scaling != NO_SCALING, is_coded, weight, low, gradient, moment, copy)
+        flags = bool(rule.penalty != 0), scaling != NO_SCALING, memory.first_scale is not None
+        return cls(*flags, weight, low, gradient, moment, copy, memory.second is not None)
 
     def __str__(self) -> str:
         dtypes = {4: "fp32", 2: "bf16", 1: "int8"}

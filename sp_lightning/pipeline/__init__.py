@@ -9,13 +9,13 @@
     |-- PlacementPolicy               decides when weights get other places
     `-- Engine                        the parts, and how weights are placed
         |-- Arrangement               units of a module tree, and where their weights lie
-        |   |-- Unit -- Presence      what streams as a whole, and what of it is on the device
+        |   |-- Unit -- Presence      weights that stream as a whole, and their part on the device
         |   |   |-- Member -- Entry   a module whose call needs the unit, and its places for weights
         |   |   `-- Segment           host memory of weights that are sent in one copy
         |   |       `-- Weight -- Twin -- leaf
-        |   `-- Learned               what steps have shown
+        |   `-- Learned               findings of past steps
         |-- Window -- Order           which units are on the device, and which come next
-        |-- Activations               what becomes of saved tensors: SavedTensors, UnitCall, Offloader
+        |-- Activations               policies for saved tensors: SavedTensors, UnitCall, Offloader
         |-- GradientStream            from the leaf's hook to the host: SegmentGradients, Routes, Averages
         |-- Optimizers -- UnitSteps   steps unit by unit: EarlyStep, Visits, Clipping
         |-- Guard -- HostParameter    accesses to masters outside of their units

@@ -26,7 +26,7 @@ from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients
-from sp_lightning.pipeline.graphs import Graphs
+from sp_lightning.pipeline.graphs import Graphs, Opener
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
@@ -166,7 +166,7 @@ class Engine:
                     parts.callback(self.stream.drop_used)
 
     def drop_work(self) -> None:
-        """Drop what is under way, after an interrupt that may have left it in any state."""
+        """Drop all work under way, after an interrupt that may have left it in any state."""
         self.at_work.abandon()
         if hasattr(self, "guard"):
             self.stream.forget()
@@ -251,14 +251,14 @@ class Engine:
         release_masters(self.guard)
         self.window.mark_all_absent()
 
-    def is_another_tree(self, look_for_new_parameters: bool) -> bool:
-        """Tell whether the module was converted since it was arranged, or has got or lost parameters, if asked."""
+    def is_another_tree(self, opener: Opener) -> bool:
+        """Tell whether the module was converted since it was arranged, or has got or lost parameters by the program."""
         with self.at_work:
             on_device = self.arrangement.parameters_on_device
             is_converted = any(parameter.device != self.device for parameter in on_device)
             for weight in self.arrangement.weights:
                 is_converted |= weight.is_converted
-        return is_converted or (look_for_new_parameters and self._named_parameters() != self._names)
+        return is_converted or (opener is not Opener.CALL and self._named_parameters() != self._names)
 
     def _named_parameters(self) -> dict[str, int]:
         """Return the identities of parameters by name; they change if a module is added, removed or pruned."""

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from operator import attrgetter
+
+
+class Opener(enum.Enum):
+    """The scope that opens a step."""
+
+    CALL = enum.auto()
+    """A call of a module."""
+    PROGRAM = enum.auto()
+    """A scope of the program's own, before which it may have given the module other parameters."""
+    LAST_STEP = enum.auto()
+    """A scope for another backward pass of the last step."""
 
 
 class Graph:

@@ -19,6 +19,8 @@ from torch import Tensor
 _PROCESSES = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _CORES = Path("/sys/devices/system/cpu")
+# of the limit and of what is used: in version 2, and in version 1, which has a tree for each controller
+_MEMORY_FILES = {"": ("max", "current"), "memory": ("limit_in_bytes", "usage_in_bytes")}
 _MADV_PAGEOUT = 21  # Linux 5.4; Python's `mmap` does not name it
 _WORTH_RELEASING = 2**20  # bytes: the search for memory to release takes 2 ms
 
@@ -90,24 +92,26 @@ def private_files() -> Iterator[tuple[int, int]]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit and the free memory of each group (of version 2) that this process is in."""
-    for folder in _control_groups():
-        limit = _read(folder / "memory.max").strip()
-        used = _read(folder / "memory.current").strip()
-        if limit.isdecimal() and used.isdecimal():
-            # the kernel gives the cache up when memory is needed
-            cache = _number_after("inactive_file", folder / "memory.stat") or 0
-            yield int(limit), max(0, int(limit) - int(used) + cache)
+    """Yield the limit, and what is free, of each group that this process is in."""
+    for controller, names in _MEMORY_FILES.items():
+        for folder in _control_groups(controller):
+            limit, used = (_read(folder / f"memory.{name}").strip() for name in names)
+            if limit.isdecimal() and used.isdecimal():
+                # given up when memory is needed
+                cache = _number_after("inactive_file", folder / "memory.stat") or 0
+                yield int(limit), max(0, int(limit) - int(used) + cache)
 
 
-def _control_groups() -> Iterator[Path]:
-    """Yield the folders of the groups (of version 2) that this process is in, from the innermost."""
+def _control_groups(controller: str = "") -> Iterator[Path]:
+    """Yield the folders of the groups that this process is in, from the innermost; with a controller, of version 1."""
+    root = _CONTROL_GROUPS / controller
     for line in _read(_PROCESSES / "self" / "cgroup").splitlines():
-        if not line.startswith("0::"):
+        _, controllers, path = line.split(":", 2)
+        if controllers != controller:
             continue
         # In a container, the path may be the one on the machine, which is not visible here; then the root is its group.
-        inner = _CONTROL_GROUPS / line[3:].strip("/")
-        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(_CONTROL_GROUPS))
+        inner = root / path.strip("/")
+        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root))
 
 
 def _number_after(word: str, path: Path) -> int | None:

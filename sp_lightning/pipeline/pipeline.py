@@ -17,6 +17,7 @@ from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, 
 from sp_lightning.pipeline.calls.masters import in_graphs
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.engine import Engine, Planner
+from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
@@ -58,7 +59,7 @@ class Pipeline:
         backend: Allocates and copies memory.
         options: The options.
         processes: All processes that train the model; None if there are no others.
-        stats: Counters of what the engine has done.
+        stats: Counters of the engine's work.
         optimizers: Steps optimizers while the device computes, clips gradients and unscales them.
         waiting: Decides whose gradients wait on the device.
 
@@ -144,10 +145,8 @@ class Pipeline:
             continues_last_step: Whether it is for a backward pass of the last step, although that has had one.
         """
         self._check_attached()
-        with (
-            self._calls.alone(),
-            self._calls.step(look_for_new_parameters=True, continues_last_step=continues_last_step),
-        ):
+        opener = Opener.LAST_STEP if continues_last_step else Opener.PROGRAM
+        with self._calls.alone(), self._calls.step(opener):
             yield
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -210,7 +209,7 @@ class Pipeline:
         self.detach()
 
     def _finish(self) -> None:
-        """Finish what is under way; drop it if that fails."""
+        """Finish all work under way; drop it if that fails."""
         engine = self._parts
         # An interrupt may have ended the engine's own work, or a step, and torch does not report that.
         engine.at_work.abandon()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Member
@@ -23,14 +24,14 @@ class PlacementPolicy:
         # The plan that the planner wants for the next step.
         self._wanted_plan: WindowPlan | None = None
 
-    def before_step(self, look_for_new_parameters: bool, waiting: bool) -> None:
+    def before_step(self, opener: Opener, waiting: bool) -> None:
         """Place weights again if there is a reason to, unless a graph is `waiting` for its backward."""
         engine = self._engine
         if not engine.is_arranged:  # the last attempt has failed, for example for lack of memory
             engine.rearrange()
         if waiting or engine.arrangement.is_lent_out():
             return
-        if engine.is_another_tree(look_for_new_parameters):
+        if engine.is_another_tree(opener):
             engine.rearrange()
         if torch.is_grad_enabled():
             with without_torch_function():

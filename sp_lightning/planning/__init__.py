@@ -1,4 +1,4 @@
-"""Predicts what a step costs, and searches for the choices that make it fastest. Imports nothing from Lightning."""
+"""Predicts the costs of a step, and searches for the choices that make it fastest. Imports nothing from Lightning."""
 
 from sp_lightning.planning.assumptions import Assumptions
 from sp_lightning.planning.planner import AutoPlanner

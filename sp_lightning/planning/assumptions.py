@@ -58,14 +58,15 @@ class Assumptions:
     """Assumptions about machine and training, for a plan without measurements.
 
     Args:
-        device_memory: GPU memory, of which a step may use 90 %: bytes, or text such as "24GiB". None asks the GPU, and
+        device_memory: GPU memory (a step may use 90 % of it): bytes, or text such as "24GiB". None asks the GPU, and
             is 24 GiB if there is none.
-        host_memory: CPU memory, of which 6 GiB are for the system and for data. None asks the machine if it has a GPU,
+        host_memory: CPU memory; 6 GiB of it are for the system and for data. None asks the machine if it has a GPU,
             and is 64 GiB otherwise.
         link: Bandwidth of copies in each direction, in GB/s. Both at once reach 85 % of the sum.
         compute: The lowest speed that the GPU reaches on such a model, in TFLOP/s. The plan is chosen for it.
         compute_at_best: The highest speed that it reaches, in TFLOP/s, for the upper end of tokens per second. None is
             `compute`.
+        device_bandwidth: Bandwidth of GPU memory, in GB/s, as its maker states it.
         host_bandwidth: Bandwidth at which the optimizer reads and writes CPU memory, in GB/s.
         memory_bandwidth: Bandwidth of CPU memory for cores and copies at once, in GB/s. None is 1.5 times
             `host_bandwidth`.
@@ -80,7 +81,7 @@ class Assumptions:
         resident: The strategy's `resident`.
         optimizer_on: The strategy's `optimizer_on`.
         tokens: Number of tokens (or patches) in a batch: how often each weight matrix is applied, on each device.
-        length: Number of tokens in a row, each of which attention compares with all others.
+        length: Number of tokens in a row: attention compares each of them with all others.
         loss: Whether a language model's loss does without all logits at once, as with `loss_in_slices`.
         lora: Rank of adapters on all linear layers but the head, on a frozen base. None trains all weights.
         devices: Devices of the machine, which share its memory and the bandwidth of that memory.
@@ -94,6 +95,7 @@ class Assumptions:
     link: float = 25.0
     compute: float = 80.0
     compute_at_best: float | None = None
+    device_bandwidth: float = 1000.0
     host_bandwidth: float = 60.0
     memory_bandwidth: float | None = None
     precision: Precision = "bf16-mixed"

@@ -31,6 +31,8 @@ from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.planning.memory import device_bytes, host_bytes
 from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
 
+_WAITS_FOR_MEMORY = 0.5  # the part of computing that is limited by the device's memory, which others take from it
+
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     """Predict the costs of a step with a choice."""
@@ -77,6 +79,7 @@ class _Pass:
     def __init__(self, workload: Workload, machine: Machine, choice: Choice, steps: bool) -> None:
         self._workload = workload
         self._machine = machine
+        self._choice = choice
         self._slots = choice.k
         self._steps = steps
         self._units = workload.everything
@@ -101,6 +104,7 @@ class _Pass:
         # when each unit has been stepped, or may be by its visit
         self._ready = [0.0 if streams else math.inf for streams in self._streams]
         self._compute, self._host = _Lane(1.0), _Lane(machine.host)
+        self._slower = self._slowed()
         self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
         self.lanes = {
             Lane.COMPUTE: self._compute,
@@ -117,6 +121,7 @@ class _Pass:
         """Run through it; return when it is over."""
         if self._workload.trains:
             self._run_backward()
+            self._compute.move(self._workload.traffic_of_gradients(self._choice) / self._machine.device_memory)
             # these visits crowd its copies; forward need not wait for others
             self._visit_in_backward(self._compute.free)
             self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
@@ -125,6 +130,18 @@ class _Pass:
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
         return max(self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host))
+
+    def _slowed(self) -> float:
+        """Return how much longer computing takes because copies and updates take some of the device's memory."""
+        units = [(number, unit) for number, unit in enumerate(self._units) if number not in self._living]
+        computing = sum(unit.forward_seconds + unit.backward_seconds for unit in self._units)
+        computing += sum(way.repeating for way in self._ways)
+        moved = sum(self._gradients) + 2 * sum(self._leaving)
+        for number, unit in units:
+            moved += unit.weight_bytes * (1 + self._workload.trains) * self._streams[number]
+            if self._steps and number in self._choice.visiting:
+                moved += unit.visit_up + unit.visit_down + unit.visit_traffic
+        return 1 + _WAITS_FOR_MEMORY * moved / self._machine.device_memory / max(computing, 1e-9)
 
     def _copying_seconds(self, stepped: int) -> float:
         """Return how long all copies so far keep their shared resources busy: the link, and the memory of the host.
@@ -152,7 +169,8 @@ class _Pass:
                 if self._leaving[number]:
                     arrived = self.up.move(self._leaving[number], begun)
                 begun = max(self._compute.free, arrived)
-                self._compute.move(self._ways[number].repeating + unit.backward_seconds, arrived)
+                seconds = self._ways[number].repeating + unit.backward_seconds
+                self._compute.move(self._slower * seconds, arrived)
             self._come[number] = self._compute.free
             if self._gradients[number]:
                 self._compute.move(0.0, sent[-STAGING_BUFFERS])
@@ -185,6 +203,9 @@ class _Pass:
 
     def _step(self) -> None:
         """Have the host step units: first, among those whose gradients have come, the one that forward needs first."""
+        if self._steps:
+            updated = sum(self._units[number].update_traffic for number in self._living)
+            self._compute.move(updated / self._machine.device_memory)
         if self._workload.stepping == "after backward":
             self._come = [max(self._come)] * len(self._come)
         for number in self._visiting:
@@ -233,7 +254,7 @@ class _Pass:
     def _run_forward(self) -> None:
         """Run through a forward, in which units wait for their steps, and visits bring them."""
         streamed = sum(self._streams)
-        # of the streamed units, those that forward finds on the device
+        # the streamed units that forward finds on the device
         staying = range(0 if self._workload.trains else max(0, streamed - self._slots), self._slots)
         brought = self._bring_at_once() if self._steps and streamed <= self._slots else None
         freed: list[float] = []
@@ -249,7 +270,7 @@ class _Pass:
             if is_there and self._steps and number not in self._living:
                 nbytes = unit.bytes_after_step
             arrived = self._bring(number, begin, nbytes) if brought is None else brought[number]
-            self._compute.move(unit.forward_seconds, arrived)
+            self._compute.move(self._slower * unit.forward_seconds, arrived)
             self._compute.move(0.0, left)
             if self._leaving[number]:
                 left = self.down.move(self._leaving[number], self._compute.free)

@@ -19,6 +19,7 @@ from torch import nn
 
 from sp_lightning.optim.on_device import bytes_of_step
 from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.lanes.accelerator import KERNEL_SECONDS, REACHED_OF_MEMORY
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Division, Unit
@@ -159,10 +160,14 @@ def assumed_machine(given: Assumptions) -> Machine:
     host = given.host_bandwidth * 1e9
     share = host / given.devices
     link = min(given.link * 1e9, share)
+    on_device = {
+        "device_memory": REACHED_OF_MEMORY * given.device_bandwidth * 1e9,
+        "kernel_seconds": KERNEL_SECONDS,
+    }
     if given.devices > 1:  # copies have their share
-        return Machine(link, link, host, min(_BOTH_WAYS * link, share))
+        return Machine(link, link, host, min(_BOTH_WAYS * link, share), **on_device)
     memory = given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth
-    return Machine(link, link, host, _BOTH_WAYS * link, memory * 1e9)
+    return Machine(link, link, host, _BOTH_WAYS * link, memory * 1e9, **on_device)
 
 
 def _matrices(unit: Unit, given: Assumptions, facts: ModelFacts) -> Iterator[tuple[str, torch.Size]]:

@@ -61,6 +61,7 @@ def rates_of_gpu(name: str) -> dict[str, Any]:
     return {
         "device_memory": entry["device_memory"],
         "link": entry["link"],
+        "device_bandwidth": entry["memory_bandwidth"],
         "compute": entry["peak"] * reach["low"],
         "compute_at_best": entry["peak"] * reach["high"],
     }

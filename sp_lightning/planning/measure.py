@@ -35,6 +35,7 @@ from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workloa
 _WARM_UP = 1  # steps before the recording
 _RECORDED = 2
 _PATIENCE = 32  # steps to wait for one of the optimizer
+_OF_FOREACH = 3  # what torch's operations on many weights read and write, by what one kernel does
 _STATE_IN_CODES = 6  # bytes of state for each number: two moments in fp32 have more, in codes less
 
 _Phase: TypeAlias = tuple[Kind, bool, str]
@@ -66,6 +67,8 @@ def work_of(
         master_bytes=masters,
         bytes_after_step=sent_bytes(trained),
     )
+    update = work.step_bytes + gradients
+    work = replace(work, update_traffic=_OF_FOREACH * update if meanwhile else update)
     if not visits or not trained:
         return work
     up = masters + state
@@ -75,6 +78,8 @@ def work_of(
     effort = Effort.of(trained[0].dtype == torch.bfloat16, state < _STATE_IN_CODES * numbers)
     # one for each piece, and one more after a weight that does not end where the next one begins
     passes = math.ceil(numbers / PIECE) + sum(size % BLOCK > 0 for size in sizes)
+    if trained[0].dtype == torch.bfloat16 or state < _STATE_IN_CODES * numbers:  # ours
+        work = replace(work, update_traffic=effort.nbytes * numbers)
     return replace(
         work,
         visit_up=up,
@@ -243,8 +248,8 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
     machine = replace(before, to_device=to_device, to_host=to_host, host=host)
-    if recorded_updates := _rate(recording, Kind.VISIT):  # with what kernels have waited
-        return replace(machine, device_memory=recorded_updates, kernel_seconds=0.0)
+    # The rate includes the waits of kernels.
+    machine = replace(machine, updates=_rate(recording, Kind.VISIT) or before.updates)
     if before.device_memory == math.inf:
         backend = engine.backend
         return replace(machine, device_memory=backend.memory_rate, kernel_seconds=backend.kernel_seconds)

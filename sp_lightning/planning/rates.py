@@ -113,15 +113,23 @@ def _rates(backend: Backend, work: dict[Kind, partial[Job]], *kinds: Kind) -> di
 
 def measure() -> dict[str, float]:
     """Measure the device and its host, or the host alone; return the rates that `plan` is to assume, in GB/s."""
+    machine = measured_machine()
+    assumed = {
+        "host_bandwidth": machine.host,
+        "link": machine.to_device,
+        "memory_bandwidth": machine.host_memory,
+    }
+    # what is 0 has no device, and what is infinite was too fast to be seen
+    return {name: round(rate / 1e9, 1) for name, rate in assumed.items() if 0 < rate < math.inf}
+
+
+def measured_machine() -> Machine:
+    """Measure the device and its host; the rates of copies are 0 without a device."""
     with closing(make_backend(full_device(None), "auto", processes=1, debug=False)) as backend:
         work = {Kind.STEP: _step_of_adamw()}
         _rates(backend, work, Kind.STEP)  # a kernel is compiled
         machine = Machine(0.0, 0.0, _rates(backend, work, Kind.STEP)[Kind.STEP])
-        found = {"host_bandwidth": machine.host}
-        if backend.device.type != "cpu":
-            machine = probe(backend, machine, is_pinned=True)
-            found |= {"link": machine.to_device, "memory_bandwidth": machine.host_memory}
-    return {name: round(rate / 1e9, 1) for name, rate in found.items()}
+        return machine if backend.device.type == "cpu" else probe(backend, machine, is_pinned=True)
 
 
 def _step_of_adamw() -> partial[Job]:

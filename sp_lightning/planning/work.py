@@ -45,6 +45,7 @@ class UnitWork:
     ways: tuple[Way, ...] = (Way("keep", held=0, working=0),)
     # device memory with gradients and optimizer state, if it stays there; 0 if it may not
     bytes_on_device: int = 0
+    update_traffic: int = 0  # bytes of the device's memory that its update reads and writes, if it lives there
     piece_bytes: int = 0  # of the device, while it is updated there piece by piece, if it stays there
     # state, masters and new weights that a visit sends up and down; 0 if it may not visit
     visit_up: int = 0
@@ -116,6 +117,14 @@ class Workload:
         units = enumerate(self.everything)
         return [0 if number in staying else unit.gradient_bytes for number, unit in units]
 
+    def traffic_of_gradients(self, choice: Choice) -> int:
+        """Return the bytes of the device's memory that norms read, and that adding to gradients that wait moves."""
+        nbytes = sum(unit.gradient_bytes for unit in self.everything) if self.stepping == "after backward" else 0
+        if self.micro_steps > 1:
+            waiting = [self.everything[number] for number in choice.waiting]
+            nbytes += sum(2 * unit.sum_bytes + unit.gradient_bytes for unit in waiting)
+        return nbytes
+
     def bytes_that_wait(self, number: int) -> int:
         """Return the bytes of a unit's gradients if these wait on the device."""
         unit = self.everything[number]
@@ -134,6 +143,7 @@ class Machine:
     # of the device's memory, for the bytes of steps there, and the additional seconds of each of their kernels
     device_memory: float = math.inf
     kernel_seconds: float = 0.0
+    updates: float = 0.0  # the same of updates of units that stream, with all waits; 0 until it was recorded
 
     def visit(self, unit: UnitWork, up: int) -> float:
         """Return the seconds of a unit's visit that sends `up` bytes to the device.
@@ -144,6 +154,8 @@ class Machine:
         down = unit.visit_down
         arriving, leaving = up / self.to_device, down / self.to_host
         stepping = unit.visit_kernels * self.kernel_seconds + unit.visit_traffic / self.device_memory
+        if self.updates:
+            stepping = unit.visit_traffic / self.updates
         shared = (up + down) / min(self.both, self.host_memory)
         return max(arriving, leaving, stepping, shared, (arriving + stepping + leaving) / PIECES_AT_ONCE)
 

@@ -196,7 +196,7 @@ def write_timeline(recording: Recording, path: str | Path, *, caption: str = "")
         recording: The recording that `with pipeline.record() as recording:` made, with at least one step.
         path: A file whose name ends in `.html` (a self-contained page to zoom into) or `.json` (a Chrome trace, for
             https://ui.perfetto.dev).
-        caption: A description of what was recorded, shown in the page.
+        caption: A description of the recording, shown in the page.
 
     Raises:
         ValueError: If `path` has another suffix, or if no step was recorded.

@@ -26,6 +26,7 @@ UPDATES: list[tuple[type[optim.AdamW], dict[str, Any], Scaling]] = [
     (optim.AdamW, {"weight_decay": 0.1}, NOTHING),
     (optim.AdamW, {"weight_decay": 0.0, "betas": (0.4, 0.99)}, ALL),
     (optim.Adam, {"weight_decay": 0.1}, FACTOR),
+    (optim.Lion, {"weight_decay": 0.1}, ALL),
 ]
 STILL = slice(1000)
 """Elements of a weight that move by its decay alone, and stay halfway between two numbers of bf16 without it."""

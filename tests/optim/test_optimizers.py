@@ -13,7 +13,7 @@ import torch
 
 from sp_lightning import optim
 from sp_lightning.optim import on_device, passes
-from sp_lightning.optim.layout import moment_in
+from sp_lightning.optim.layout import GROUP, moment_in
 
 from ..helpers import torchs_defaults
 from .parts import needs_numba
@@ -185,7 +185,35 @@ def weight(dtype, **options):
     return torch.nn.Parameter(torch.zeros(3, dtype=dtype, **options))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 6)])
+@pytest.mark.parametrize(("moments", "less"), [("fp32", 0), ("int8", 3 - 4 / GROUP)])
+def test_lion(dtype, nbytes, moments, less):
+    """Its master weights and its moment are those of its paper; a step of a wrong sign would be seen."""
+    torch.manual_seed(0)
+    start = torch.randn(GROUP * 8).to(dtype)
+    p = torch.nn.Parameter(start.clone())
+    own = optim.Lion([p], lr=1e-3, weight_decay=0.1, moments=moments)
+    master, moment = start.float(), torch.zeros(GROUP * 8)
+    for _ in range(5):
+        p.grad = torch.randn_like(p)
+        gradient = p.grad.float()
+        own.step()
+        direction = (0.9 * moment + 0.1 * gradient).sign()
+        master = master * (1 - 1e-4) - 1e-3 * direction
+        moment = 0.99 * moment + 0.01 * gradient
+    apart = (own.master(p) - master).abs()
+    assert (apart < 1e-5).float().mean() > (0.999 if moments == "fp32" else 0.97)
+    state = own.state[p]
+    assert sum(value.nbytes for name, value in state.items() if name != "step") == p.numel() * (nbytes - less)
+    with pytest.raises((ValueError, KeyError)):
+        torch.optim.AdamW([p]).load_state_dict(own.state_dict())
+    other = optim.Lion([torch.nn.Parameter(p.detach().clone())], moments=moments)
+    other.load_state_dict(own.state_dict())
+    with pytest.raises(ValueError, match="this optimizer keeps"):
+        optim.AdamW([p], moments=moments).load_state_dict(own.state_dict())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion"])
 def test_an_argument_of_torchs_is_answered_with_ours(name):
     with pytest.raises(TypeError, match=f"`sp_lightning.optim.{name}` has no argument `fused`: its step is fused in"):
         getattr(optim, name)([weight(torch.float)], fused=True)

@@ -84,6 +84,8 @@ TORCHS = [
         # how a gradient is scaled does not depend on what is kept
         (partial(optim.AdamW, lr=1e-2, moments="int8"), "bf16-true", PLAIN),
         (partial(optim.Adam, lr=1e-2, moments="int8"), "bf16-true", SUMS),
+        (partial(optim.Lion, lr=1e-2), "bf16-mixed", CLIPPED),
+        (partial(optim.Lion, lr=1e-2, moments="int8"), "bf16-true", SUMS),
         *((make, "bf16-mixed", each) for make in TORCHS for each in (PLAIN, {"accumulate_grad_batches": 2})),
     ],
 )

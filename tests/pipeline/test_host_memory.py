@@ -82,3 +82,12 @@ def test_groups_lie_in_groups(system: Path) -> None:
     limit(system / "cgroup/user/job", 500 * KIB, used=100 * KIB, cache=0)
     limit(system / "cgroup/user", 600 * KIB, used=550 * KIB, cache=0)
     assert known() == (50 * KIB, 500 * KIB)
+
+
+def test_a_limit_of_version_1(system: Path) -> None:
+    """Each controller has a tree; a group without a limit says a number above all memory."""
+    write(system / "proc/self/cgroup", "5:cpu,cpuacct:/slurm\n4:memory:/slurm/job\n0::/")
+    for folder, most in {"slurm/job": 500 * KIB, "slurm": 2**63 - 4096}.items():
+        write(system / "cgroup/memory" / folder / "memory.limit_in_bytes", most)
+        write(system / "cgroup/memory" / folder / "memory.usage_in_bytes", 300 * KIB)
+    assert known() == (200 * KIB, 500 * KIB)

@@ -127,3 +127,20 @@ def test_visits_that_begin_after_backward_do_not_hold_the_forward_back() -> None
     plain = predict(Workload((unit,) * 4), Machine(100.0, 100.0, 1e6), choice)
     clipped = predict(Workload((unit,) * 4, stepping="after backward"), Machine(100.0, 100.0, 1e6), choice)
     assert plain.seconds <= 1.001 * clipped.seconds
+
+
+def test_what_the_devices_memory_moves_takes_computing_time() -> None:
+    """Updates of units that live there and norms by themselves; what is beside computing, the half that it waits."""
+    unit = UnitWork("", 0, 100, 1, 1.0, 1.0, bytes_on_device=1, update_traffic=400, visit_up=100, visit_traffic=500)
+    fast = Machine(1e9, 1e9, 1e9)
+    slow = replace(fast, device_memory=100.0)
+
+    def slower(workload: Workload, choice: Choice) -> float:
+        return predict(workload, slow, choice).seconds - predict(workload, fast, choice).seconds
+
+    living, visiting = Choice(4, living=(0, 1, 2, 3)), Choice(4, visiting=(0, 1, 2, 3), defers_visits=True)
+    assert slower(Workload((unit,) * 4), living) == pytest.approx(4 * 4.0)
+    assert slower(Workload((unit,) * 4, stepping="after backward"), living) == pytest.approx(4 * (4.0 + 1.0))
+    assert predict(Workload((unit,) * 4), slow, visiting).lanes[Lane.COMPUTE] == pytest.approx(8.0 + 4 * 6.0 / 2)
+    waiting = Workload((replace(unit, sum_bytes=200),) * 4, stepping="after backward", micro_steps=2)
+    assert slower(waiting, Choice(4, waiting=(0,))) > slower(waiting, Choice(4)) + 5.0

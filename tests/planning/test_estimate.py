@@ -172,8 +172,8 @@ def test_what_lives_on_the_device_and_what_visits_it(given, on_device, up, down)
 
 GIB = 2**30
 # matrices alone: rows of one token have nothing to compare
-INT8 = {"precision": "bf16-true", "moments": "int8", "length": 1}
-H200 = {"length": 1, "tokens": 8192, "link": 54, "compute": 350, "host_bandwidth": 100}
+INT8 = {"precision": "bf16-true", "moments": "int8", "length": 1, "device_bandwidth": 2039}
+H200 = {"length": 1, "tokens": 8192, "link": 54, "compute": 350, "host_bandwidth": 100, "device_bandwidth": 4800}
 MODELS = {
     "8B": ("Llama-3.1-8B", {**INT8, "loss": "whole"}),
     "1.5B": ("Qwen2.5-1.5B", {**H200, "loss": "whole"}),
@@ -191,11 +191,11 @@ def estimated(name, place):
 @pytest.mark.parametrize(
     ("model", "memory", "on_host", "seconds", "before"),
     [
-        ("8B", 80, 6.6, 1.16, (49.3, 2.06)),
-        ("8B", 24, 42.6, 1.8, (49.6, 2.06)),
-        ("1.5B", 140, 0.1, 0.2175, (21.0, 0.447)),
-        ("1.5B", 40, 17, 0.25, (21.0, 0.447)),
-        ("1.5B, chunked", 20, 15, 0.272, (21.0, 0.447)),
+        ("8B", 80, 28.6, 1.203, (49.3, 2.06)),
+        ("8B", 24, 42.6, 1.66, (49.6, 2.06)),
+        ("1.5B", 140, 11, 0.2351, (21.0, 0.447)),
+        ("1.5B", 40, 17, 0.262, (21.0, 0.447)),
+        ("1.5B, chunked", 20, 15, 0.2865, (21.0, 0.447)),
     ],
 )
 def test_every_unit_is_stepped_where_it_is_fastest(model, memory, on_host, seconds, before):

@@ -116,7 +116,7 @@ class Meter:
         self.step_peak = self._peak
 
     def measure(self, inputs: Sequence[Tensor]) -> None:
-        """Count in this step, and find out what operations take, before a unit's call with these inputs."""
+        """Count in this step, and measure the memory of operations, before a unit's call with these inputs."""
         self.counts = True
         memory = self._backend.count_peak_anew()
         # inputs are allocated, and count as soon as the call has begun

@@ -41,7 +41,7 @@ from sp_lightning.pipeline.units.unit import Member
 
 
 class AutoPolicy:
-    """Measures what units' calls take, and follows the policies that a planner has chosen for them."""
+    """Measures the memory of units' calls, and follows the policies that a planner has chosen for them."""
 
     def __init__(self, second_forwards: SecondForwards, policies: Mapping[str, Policy]) -> None:
         self.policies = policies  # by the names of units; others recompute
@@ -68,7 +68,7 @@ class AutoPolicy:
     # --------------------------------------------------------------------------------------------- what planners read
 
     def footprints(self) -> dict[str, Footprint]:
-        """Return what calls of each measured member take, in the order of the forward."""
+        """Return the footprint of each measured member's calls, in the order of the forward."""
         footprints = {}
         for name, calls in self._largest.items():
             working = calls.working + self._operation_bytes

@@ -70,7 +70,7 @@ class SecondForwards:
 
 
 class UnitCall:
-    """One call of a member: what its forward saved, and how to run it again.
+    """One call of a member: the tensors that its forward saved, and a way to run it again.
 
     It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run; and
     to the member, on which a graph may be kept (see [Note: what nodes hold] in nodes.py).
@@ -127,7 +127,7 @@ class UnitCall:
             self._outputs = numbers_of(output)
 
     def footprint(self) -> Footprint:
-        """Return what the call takes, before anything of it is dropped."""
+        """Return the memory that the call takes, before any of it is dropped."""
         held = self._input_bytes
         saved = max(0, self._shared.stats.activation_bytes - self._bytes_before - held)
         charges = {kept.charge for kept in self._alive()}
@@ -165,7 +165,7 @@ class UnitCall:
             if warns:
                 warnings.warn(
                     f"`activations`: {name!r} {obstacle}, so its forward cannot run a second time. "
-                    "What it saves for backward stays on the GPU.",
+                    "The tensors that it saves for backward stay on the GPU.",
                     stacklevel=2,
                 )
         return obstacle is None

@@ -123,7 +123,7 @@ class SavedTensors:
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def close(self) -> None:
-        """Refer to the module no longer: autograd may hold the hooks, with what they have packed (see nodes.py)."""
+        """Drop references to the module: autograd may hold the hooks, with all that they have packed (see nodes.py)."""
         self.twins = {}
         self.backward = None
 
@@ -157,7 +157,7 @@ class SavedTensors:
             return packed.get()
         if type(packed) is Handle:
             tensor = packed.alias
-            # the twin that lies there now, as a leaf may have been given another place
+            # the twin that is there now, because the leaf may have another place by now
             twin = self.twins.get(packed.key)
             if twin is None:  # all weights have other places since
                 raise outdated_graph_error(packed.name)

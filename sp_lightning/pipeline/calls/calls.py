@@ -16,6 +16,7 @@ import torch
 
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.calls.story import Story
+from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.operations import Args, Kwargs, Operation, autocast_dtype
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing
@@ -42,11 +43,7 @@ class Calls:
     # -------------------------------------------------------------------------------------------------------- a step
 
     @contextmanager
-    def step(
-        self,
-        look_for_new_parameters: bool = False,
-        continues_last_step: bool = False,
-    ) -> Iterator[None]:
+    def step(self, opener: Opener = Opener.CALL) -> Iterator[None]:
         """Open a scope; the outermost one begins a step, or continues the backward of the last one."""
         graphs = self._story.graphs
         if graphs.scopes == 0:
@@ -55,7 +52,7 @@ class Calls:
         # An optimizer may call a closure that computes, also an optimizer that torch's step hooks do not see.
         with optimizer_waits():
             if graphs.scopes == 0:
-                self._begin_scope(look_for_new_parameters, continues_last_step)
+                self._begin_scope(opener)
             graphs.scopes += 1
             try:
                 with self._story.activations.saved.pushed():
@@ -71,14 +68,14 @@ class Calls:
                         self._story.end_step()
                     self._story.relax_guard()
 
-    def _begin_scope(self, look_for_new_parameters: bool, continues_last_step: bool) -> None:
+    def _begin_scope(self, opener: Opener) -> None:
         """Begin a step, unless a backward pass under way has begun it."""
         if in_backward():
             self._story.backward.note_sign()
             return
         if self._story.backward.running or self._story.running:
             self._story.abandon()  # a backward outside of any scope has ended with an exception
-        self._story.begin_step(look_for_new_parameters, continues_last_step)
+        self._story.begin_step(opener)
 
     @contextmanager
     def _step_of_call(self) -> Iterator[None]:
@@ -91,7 +88,7 @@ class Calls:
                     pass
         stays_open = self._leaves_steps_open and torch.is_grad_enabled() and graphs.scopes == 0
         if stays_open and not in_backward() and open_steps.may_begin():
-            open_steps.open_step(self, self.step(look_for_new_parameters=True))
+            open_steps.open_step(self, self.step(Opener.PROGRAM))
         open_steps.calls += 1
         try:
             with self.step():

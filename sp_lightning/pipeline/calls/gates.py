@@ -92,7 +92,7 @@ def remove_gate(member: Member) -> None:
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a class's gates, which it remembers among its subclasses while there are any.
 
-    A weak dictionary of ours would be compiled where a model is compiled as a whole, and miss what it has.
+    A weak dictionary of ours would be compiled where a model is compiled as a whole, and would miss entries.
     """
     for subclass in type.__subclasses__(plain):
         if vars(subclass).get(_PLAIN) is plain:

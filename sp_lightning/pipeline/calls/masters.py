@@ -92,7 +92,7 @@ register_module_parameter_registration_hook(_name_master)  # type: ignore[arg-ty
 
 
 def guard_masters(guard: Guard, weights: Iterable[Weight], lowering: Lowering) -> None:
-    """Have a guard see what happens to the masters of weights."""
+    """Have a guard see all operations on the masters of weights."""
     _guards.add(guard)
     for weight in weights:
         if not isinstance(weight, QuantizedWeight):
@@ -111,7 +111,7 @@ def release_masters(guard: Guard) -> None:
 
 
 def run(guard: Guard, func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that has masters among its arguments, the first of which this guard sees."""
+    """Run an operation that has masters among its arguments; this guard sees the first one."""
     meaning = meaning_of(func)
     if meaning is Meaning.DEVICE and guard.in_step and not optimizer_steps.depth:
         return func(torch.empty(0, device=guard.device), *args[1:])
@@ -149,12 +149,12 @@ def _run_on_data(func: Operation, args: Args) -> Any:
     if func.__name__ == "__set__":
         guard.before_conversion(weight, args[1])
     elif weight.unit.is_followed:
-        return args[0].detach()  # counts what this process writes, which it may not do in a step
+        return args[0].detach()  # this counts the process's writes, which are not allowed in a step
     return func(*args)
 
 
 def _run_on_leaves(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that means masters, some of which have leaves in the module tree."""
+    """Run an operation that means masters; some of them have leaves in the module tree."""
     if meaning_of(func) is Meaning.DATA:  # leaves have a property of their own for this attribute
         leaf = _leaf_in_tree(args[0])
         if func.__name__ == "__get__":

@@ -7,7 +7,7 @@
     guard_masters       backward begins, and masters are guarded
     before_backward     backward is about to run the nodes of a call, whose unit is brought back
     end_backward        gradients have come; those of other processes are added
-    end_step            what the forward has written to weights goes to their masters
+    end_step            the forward's writes to weights go to their masters
     abandon             an exception has ended any of these
 
 [Note: one step]
@@ -34,6 +34,7 @@ from torch import Tensor
 from sp_lightning.pipeline.calls.nodes import CallToCome, before_backward, nodes_of
 from sp_lightning.pipeline.calls.running_call import RunningCall
 from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.torch_private import in_backward
@@ -49,7 +50,7 @@ class Story:
         running: The calls under way, innermost last.
         at_work: The scope of the engine's own work.
         graphs: The graphs that wait for their backward.
-        activations: Decides what becomes of saved tensors.
+        activations: Decides about saved tensors.
         backward: The backward pass under way.
     """
 
@@ -74,14 +75,15 @@ class Story:
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self, look_for_new_parameters: bool, continues_last_step: bool) -> None:
+    def begin_step(self, opener: Opener) -> None:
         """Begin a step, or a scope that continues the last one with another backward."""
-        continues_last_step |= self.graphs.waiting()  # this is the backward of the previous step
+        # A graph that waits has its backward in this scope.
+        continues_last_step = opener is Opener.LAST_STEP or self.graphs.waiting()
         self.graphs.has_served = False
         if not continues_last_step:
             with self.at_work:
                 self._stream.drop_used(on_host_too=False)
-        self._placement.before_step(look_for_new_parameters, continues_last_step)
+        self._placement.before_step(opener, continues_last_step)
         if not continues_last_step:
             self._trace.mark_step()
             self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
@@ -289,7 +291,7 @@ class Story:
             )
 
     def _put_in_leaves(self, unit: Unit, call: CallToCome) -> None:
-        """Put leaves in place of masters in those members of a unit that need nothing else than what is there."""
+        """Put leaves in place of masters in those members of a unit that need no other weights than these."""
         if unit.update.is_early:
             return
         for member in unit.members:

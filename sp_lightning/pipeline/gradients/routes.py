@@ -221,7 +221,7 @@ class Routes:
     def _stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
         """Keep gradients on the device until the unit is updated, and add them to earlier ones there.
 
-        If norms are measured, these are copied to the host. If the device runs out of memory for a sum, all gradients
+        Measured norms are copied to the host. If the device runs out of memory for a sum, all gradients
         go to the host.
         """
         of_segment.release_memory()  # it is not needed any more; this also waits for earlier norms

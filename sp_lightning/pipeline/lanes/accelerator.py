@@ -90,10 +90,10 @@ class AcceleratorBackend(Backend):
             self._up = self._api.Stream()
             self._up_behind_work = self._api.Stream()
             self._down = self._api.Stream()
-            # Updates on the device wait for memory, and would hold up other copies on their streams.
-            self._update_streams = {kind: self._api.Stream() for kind in UPDATE_KINDS}
-            # Without priority, each of a step's small kernels would wait behind the large ones that compute.
-            self._update_streams[Kind.VISIT] = self._api.Stream(priority=-1)
+            # Updates on the device wait for memory, and would hold up other copies on their streams. Without priority,
+            # each of their small kernels would wait behind the large ones that compute.
+            priorities = {Kind.VISIT: -1}
+            self._update_streams = {kind: self._api.Stream(priority=priorities.get(kind, 0)) for kind in UPDATE_KINDS}
         self.pins = device.type == "cuda"
         self.memory_rate = self._memory_rate()
         self.kernel_seconds = KERNEL_SECONDS
@@ -154,7 +154,7 @@ class AcceleratorBackend(Backend):
         try:
             return self._issue(stream, job.action)
         finally:
-            job.finish()  # or it might keep device memory alive, in a cycle with what it refers to
+            job.finish()  # or it might keep device memory alive, in a reference cycle
 
     @override
     def computed(self) -> Ticket:

@@ -205,7 +205,7 @@ class Job(Ticket):
         self.finish()
 
     def _await_earlier(self) -> None:
-        # In a function of its own: a variable of `run` would keep the last ticket, and device memory, beyond its end.
+        # This is a function of its own: a variable of `run` would keep the last ticket, and device memory, too long.
         for earlier in self.after:
             earlier.join()
 

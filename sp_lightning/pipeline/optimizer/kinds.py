@@ -35,7 +35,7 @@ They step on a thread of the engine, and settings that the user's thread may cha
 BY_WEIGHT = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers that treat each weight by itself, but as a whole."""
 
-OURS = (ours.AdamW, ours.Adam)
+OURS = (ours.AdamW, ours.Adam, ours.Lion)
 """This package's own optimizers, which treat each weight by itself."""
 
 STEP_BY_WEIGHT = (*BY_ELEMENT, *BY_WEIGHT, *OURS)

@@ -77,7 +77,7 @@ class Visit(DeferredTicket):
         pieces: Sequence[Piece],
         updates: Sequence[_Update],
     ) -> None:
-        # after what brings gradients, or their scaling, to the host
+        # after the copies that bring gradients, or their scaling, to the host
         after = [] if of_segment.ticket is None else [of_segment.ticket]
         super().__init__(Job(self._begin_pieces, after, rank=BEFORE_OTHER_WORK))
         self.ready = DeferredTicket(self.job)

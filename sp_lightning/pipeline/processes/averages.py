@@ -259,7 +259,7 @@ class Averages:
         return self._window.backend.trace.work(Kind.ADD, of_segment.unit.name, addition)
 
     def pass_on(self, of_segment: SegmentGradients, after: Iterable[Ticket] = ()) -> None:
-        """Tell the others, when this process's sums have landed, that it lets a unit be stepped."""
+        """Tell the others, when this process's sums have landed, that the unit may be updated."""
         sums, backend = self._exchanged[of_segment], self._window.backend
         number, box, counters = self._processes.passes, self._processes.box, sums.memory.counters
         tickets = [*self._landing.pop(of_segment), *after]

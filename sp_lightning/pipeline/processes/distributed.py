@@ -54,7 +54,7 @@ class Processes:
         self.steps = 0  # the number of optimizer steps taken while gradients were averaged
         # The names of weights that had a gradient in any process.
         self.trained_names: set[str] = set()
-        # Parameters that stay on the device, of which each process has a copy, by name.
+        # Parameters that stay on the device, by name; each process has a copy of them.
         self.copies: Mapping[str, nn.Parameter] = {}
         # The names of copies that user code has written to in this process, as torch counts, since processes last met.
         self.written_copies: set[str] = set()

@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # elements; this aligns weights and shares in any dtype
 
 
 class GradientRun:
-    """Gradients of one dtype, to masters of one dtype, that lie one behind the other.
+    """Gradients of one dtype, to masters of one dtype, in one block of memory.
 
     Attributes:
         dtype: The dtype in which they are expected to come.

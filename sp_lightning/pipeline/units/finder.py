@@ -146,7 +146,7 @@ def _stays_whole(tree: Tree, largest: int, piece: Piece) -> bool:
 
 
 def _only_calls_blocks(tree: Tree, module: nn.Module) -> bool:
-    """Tell whether it is a chain of blocks alone, each of which can recompute its activations by itself."""
+    """Tell whether it is a chain of blocks alone: each block can recompute its activations by itself."""
     if type(module) is not nn.Sequential or is_compiled(module):
         return False
     return len(module) > 1 and all(map(tree.streamable_children, module))

@@ -114,7 +114,7 @@ class Unit:
             segment.epoch_on_device = NOTHING
 
     def set_place(self, place: Tensor) -> None:
-        """Have it copied to this device memory, and its weights' twins lie there."""
+        """Have it copied to this device memory, and place its weights' twins there."""
         self.presence.set_place(place)
         begin = 0
         for segment in self.segments:
@@ -192,7 +192,7 @@ class Member:
         self.compiled: Callable[..., Any] | None = None
 
     def put_in_twins(self, prepare: Callable[[Twin], None]) -> None:
-        """Put twins in place of the masters. Masters are read, so the guard must not look.
+        """Put twins in place of the masters. This reads masters, so the guard must be off.
 
         First, `prepare` gets each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
         """

@@ -1,1 +1,1 @@
-"""Weights: which of them travel together, where they lie on host and device, and which are on the device now."""
+"""Weights: the groups in which they travel, and their places on host and device."""

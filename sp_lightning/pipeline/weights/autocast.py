@@ -6,10 +6,10 @@ weights before the first step. For others (a Parameter that a forward gives to `
 first step, in which such weights are on the device in their own dtype.
 
 That is a guess: a hook may read `layer.weight`, a forward may switch autocast off, a layer may be called twice. So a
-leaf sees each operation that it is given to. It passes as the operand of what autocast casts, in each graph for as long
-as autocast's cache would have one cast of it. Any other use of a lowered weight gets it in its own dtype at once, and
-the weight is sent in that dtype from then on. Earlier casts stay for as long as autocast would keep them. So numbers
-are those of plain autocast in every step.
+leaf sees each operation on it. It serves as the operand of operations that autocast casts for, in each graph for as
+long as autocast's cache would have one cast of it. Any other use of a lowered weight gets it in its own dtype at once,
+and the weight is sent in that dtype from then on. Earlier casts stay for as long as autocast would keep them. So
+numbers are those of plain autocast in every step.
 
 Gradients of several casts add up in fp32. So if a graph has another cast of a lowered weight, or an earlier graph that
 may share its backward has one, this cast gets a leaf of its own over the same memory, and the weight is sent as it is
@@ -157,7 +157,7 @@ class Casts:
                 weight.leaf_class = LoweredParameter
 
     def leave_device(self) -> None:
-        """Release what is on the device."""
+        """Release memory on the device."""
         self._probe = None
 
     def note_as_is(self, weight: Weight) -> None:
@@ -213,7 +213,7 @@ class Lowering:
         self._device = device
 
     def as_is(self, weight: Weight, leaf: nn.Parameter) -> nn.Parameter:
-        """Note that a weight is used in its own dtype, and return what has that: the leaf, unless it is lowered."""
+        """Note that a weight is used in its own dtype, and return its leaf in that dtype."""
         self._casts.note_as_is(weight)
         if leaf.dtype is not weight.dtype:
             return self._device.serve(weight)

@@ -39,7 +39,7 @@ class WithMaster(Protocol):
 
 
 class TwinParameter(CopiedPlainly):
-    """A Parameter that counts what is written to its `.data`."""
+    """A Parameter that counts writes to its `.data`."""
 
     __slots__ = ("weight",)
 
@@ -86,7 +86,7 @@ class TwinParameter(CopiedPlainly):
         return master.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle what users have set, and not the weight: Parameters of all classes are pickled as ordinary ones."""
+        """Pickle the attributes that users have set, and not the weight: all Parameters pickle as ordinary ones."""
         return vars(self)
 
 

@@ -1,6 +1,6 @@
 """Quantized weights: frozen ones of a class of their own, which stream as bytes.
 
-Those of torchao are tensors that contain others (integers, scales), those of bitsandbytes are packed Parameters with a
+torchao's weights are tensors that contain others (integers, scales), those of bitsandbytes are packed Parameters with a
 state. Both know how to move to a device. So the leaf of a twin is what the master's own `to` has made, and only its
 memory is ours: each tensor in it becomes a part of the twin's place on the device.
 

@@ -106,7 +106,7 @@ class Segment:
                 )
 
     def pop_edit(self) -> bool:
-        """Tell whether masters were edited since the last call. A process that follows drops what it has written."""
+        """Tell whether masters were edited since the last call. A process that follows drops its writes."""
         is_edited, written, shared = self.is_edited, self._written, self.memory.shared
         self.is_edited = False
         self._written = None
@@ -216,7 +216,7 @@ class HostMemory:
     Processes that share masters share copies, too. All of them make memory at the same moments, in the same order.
 
     After an exception in the middle, such as a KeyboardInterrupt, each master has its values, where it was or in
-    memory of which this object knows.
+    memory that this object knows.
     """
 
     def __init__(self, backend: Backend, box: Box | None, progress: Progress) -> None:

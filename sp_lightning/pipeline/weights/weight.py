@@ -12,14 +12,14 @@ twins take the masters' places in the module tree, so the graph is built on the 
     twin.data       its values, in the unit's place on the device   Unit.set_place              until weights are placed
     lowered copy    the master in autocast's dtype, which is sent   Segment.prepare             while autocast lowers it
                     in its stead, beside the masters
-    handle          what autograd saves in place of the leaf, or    SavedTensors.pack           as long as the graph
-                    of a view of it
+    handle          stands for the leaf, or a view of it, in        SavedTensors.pack           as long as the graph
+                    autograd's graphs
     staging         a unit's gradients, packed on the device        StagingBuffers              until they were copied
     landing         gradients on the host on their way into a sum   LandingBuffers              until they were read
                     or into the optimizer
-    gradient        what the engine has until somebody reads        Routes                      until zeroed or used
-                    `.grad`: beside the masters, in a landing
-                    buffer, or on the device
+    gradient        the engine's until other code reads `.grad`:    Routes                      until zeroed or used
+                    beside the masters, in a landing buffer, or
+                    on the device
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def become(life: Life, twins: Iterable[Twin]) -> None:
 
 
 class Handle:
-    """What autograd saves in place of a weight, or of a view of one: an alias of its fixed place.
+    """The object that autograd saves in place of a weight, or of a view of one: an alias of its fixed place.
 
     The engine may give the place to another unit between forward and backward. So backward unpacks a handle, makes sure
     that the weight is on the device, and reads it there (activations/saved.py).
@@ -192,7 +192,7 @@ class Handle:
 
     @property
     def name(self) -> str:
-        """What errors call the weight."""
+        """The weight's name in errors."""
         return f"weight {self._twin.weight.name!r}"
 
     @property

@@ -333,7 +333,7 @@ class Arrangement:
         for unit in self.all_units:
             # Saved weights refer to units, which must not refer to the module (see nodes.py).
             unit.members.clear()
-        # This object is part of reference cycles. Memory must not stay until the garbage collector comes.
+        # This object is part of reference cycles. Memory must not stay until the garbage collector runs.
         for segment in self.segments:
             segment.leave_shared_memory()
             segment.copies.clear()

@@ -30,6 +30,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Adam": partial(Adam, lr=1e-2, weight_decay=0.1, fused=True),
     "ours": partial(optim.AdamW, lr=1e-2),
     "ours, int8": partial(optim.AdamW, lr=1e-2, moments="int8"),
+    "one moment": partial(optim.Lion, lr=1e-2),
+    "one moment, int8": partial(optim.Lion, lr=1e-2, moments="int8"),
 }
 
 
