@@ -131,7 +131,13 @@ def speed(device: torch.device, tell: Callable[[str], None] = print) -> dict[str
     shape = _that_fits(ON_CPU if on_cpu else ON_GPU, memory)
     tell("Measuring the rates of this machine ...")
     machine = measured_machine()
-    rates = {"host": machine.host, "up": machine.to_device, "down": machine.to_host, "both": machine.both}
+    rates = {
+        "host": machine.host,
+        "up": machine.to_device,
+        "down": machine.to_host,
+        "both": machine.both,
+        "ram": machine.host_memory,
+    }
     found: dict[str, Any] = {
         "sp_lightning": version("sp_lightning"),
         "torch": torch.__version__,
@@ -144,7 +150,7 @@ def speed(device: torch.device, tell: Callable[[str], None] = print) -> dict[str
         "cores": usable_cores(),
         "huge_pages": _chosen(_HUGE_PAGES),
         "numba": compiled_kernels() is not None,
-        "gb_per_second": {name: _in_giga(rate) for name, rate in {**rates, "ram": machine.host_memory}.items()},
+        "gb_per_second": {name: _in_giga(rate) for name, rate in rates.items()},
         "product_tflops": round(_product(device), 2),
         "decoder": {**asdict(shape), "parameters": shape.parameters},
     }

@@ -32,10 +32,12 @@ Operations: TypeAlias = Callable[[Memory, Rule, Scaling, Tensor], None]
 
 def run_as_one_kernel(step: Pass, operations: Operations) -> bool:
     """Run a pass over whole groups as one kernel, and tell whether there is one for it."""
-    device, numbers = step.memory.weight.device, (*step.update.rule(step.group, step.step), *step.scaling)
+    device = step.memory.weight.device
+    numbers = (*step.update.rule(step.group, step.step), *step.scaling)
     if device.type in _WITHOUT or any(isinstance(number, Tensor) for number in numbers):
         return False
-    kernel = _kernel_of(operations, device, tuple(getattr(tensor, "dtype", None) for tensor in step.memory))
+    dtypes = tuple(getattr(tensor, "dtype", None) for tensor in step.memory)
+    kernel = _kernel_of(operations, device, dtypes)
     if kernel is None:
         return False
     shapes = [(-1, GROUP)] * 6 + [(-1,)] * 2
@@ -45,7 +47,8 @@ def run_as_one_kernel(step: Pass, operations: Operations) -> bool:
         for tensor, shape in fields
         if tensor is not None
     ]
-    kernel(*memory, *_on_cpu(numbers), torch.tensor(step.seed - (1 << 31), dtype=torch.int32, device="cpu"))
+    seed = torch.tensor(step.seed - (1 << 31), dtype=torch.int32, device="cpu")
+    kernel(*memory, *_on_cpu(numbers), seed)
     return True
 
 
@@ -101,7 +104,8 @@ def _compile(
     def call(*tensors: Tensor) -> tuple[()]:
         found = iter(tensors)
         memory = Memory(*[dtype and next(found) for dtype in dtypes])
-        rule, scaling = Rule(*islice(found, len(Rule._fields))), Scaling(*islice(found, len(Scaling._fields)))
+        rule = Rule(*islice(found, len(Rule._fields)))
+        scaling = Scaling(*islice(found, len(Scaling._fields)))
         operations(memory, rule, scaling, next(found))
         return ()
 
