@@ -174,7 +174,7 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
         if match is not None:
             size = int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
     is_number = isinstance(size, int | float) and not isinstance(size, bool)
-    if isinstance(size, int) and size == 1:
+    if is_number and isinstance(size, int) and size == 1:
         raise ValueError("`memory_budget=1` is one byte. For all of the GPU's memory, write 1.0; for less, '12GB'.")
     if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
         raise ValueError(

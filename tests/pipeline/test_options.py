@@ -13,7 +13,7 @@ from sp_lightning.pipeline.options import parse_bytes
 WRONG: list[tuple[str, Any]] = [
     *[("k", value) for value in (0, -1, True, False, "two", 1.5, None, "Auto")],
     *[("k_prime", value) for value in (0, -3, True, "auto", 2.0, None)],
-    *[("memory_budget", value) for value in (0, -1, 1.5, True, 0.0, float("nan"), float("inf"), [1], nn.Linear)],
+    *[("memory_budget", value) for value in (0, -1, 1, 1.5, True, 0.0, float("nan"), float("inf"), [1], nn.Linear)],
     *[("memory_budget", value) for value in ("", "12 parsecs", "-1GB", "GB", "0", "1,5GB", "1e9")],
     *[("units", value) for value in (5, [], (), [5], ["Block", 3], {"Block"}, 1.5, b"Block")],
     *[("resident", value) for value in ("head", [3], [nn.Linear], [None], None, 7)],
@@ -59,13 +59,13 @@ def test_k_prime_must_fit_into_k() -> None:
         ("1.5 mib", 3 * 2**19),
         (0.5, 500),
         (1.0, 1000),
-        (1, 1),
+        (2, 2),
         (" 1.5 gib ", 3 * 2**29),
         ("100 B", 100),
     ],
 )
 def test_amounts_of_memory(budget: int | float | str, expected: int) -> None:
-    """An int is bytes, a float is a fraction of the device, text has a unit: 1 is one byte and 1.0 the whole device."""
+    """An int is bytes, a float is a fraction of the device, text has a unit: 1.0 is the whole device, and 1 an error."""
     assert parse_bytes(budget, device_bytes=1000) == expected
     assert PipelineOptions(memory_budget=budget).memory_budget is budget
 
