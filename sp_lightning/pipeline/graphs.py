@@ -44,11 +44,6 @@ class Graphs:
         self._earlier.add(self.current)
         self.current = Graph(self.current.number + 1)
 
-    def count_call(self) -> int:
-        """Count a call of a unit that begins, and return its number."""
-        self.calls += 1
-        return self.calls
-
     def outdate_all(self) -> None:
         """Note that weights have left the places in which graphs need them."""
         self.begin_graph()

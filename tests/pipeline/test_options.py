@@ -65,7 +65,7 @@ def test_k_prime_must_fit_into_k() -> None:
     ],
 )
 def test_amounts_of_memory(budget: int | float | str, expected: int) -> None:
-    """An int is bytes, a float is a fraction of the device, text has a unit: 1.0 is the whole device, and 1 an error."""
+    """An int is bytes, a float is a fraction of the device, text has a unit: 1.0 is the whole device."""
     assert parse_bytes(budget, device_bytes=1000) == expected
     assert PipelineOptions(memory_budget=budget).memory_budget is budget
 

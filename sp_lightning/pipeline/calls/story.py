@@ -162,7 +162,7 @@ class Story:
         """
         is_backward = in_backward()
         with self.at_work:
-            number = self.graphs.count_call()
+            self.graphs.calls += 1
             self._arrangement.unused_in_step = False
             member.entered += 1
             if self.backward.running and not is_backward:
@@ -176,7 +176,7 @@ class Story:
             member.running_calls += 1
             for outer in self.running:
                 member.called_in.update(outer.needed)
-            call = RunningCall(member, member.needed, number, self._arrangement.twins)
+            call = RunningCall(member, member.needed, self.graphs.calls, self._arrangement.twins)
             self.running.append(call)
             member.put_in_twins(self.backward.follow_requires_grad)
             if len(self.running) == 1 and not is_backward:
