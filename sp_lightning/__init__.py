@@ -138,9 +138,8 @@ def _register_after(spec: ModuleSpec) -> None:
 
 
 def _register(package: str) -> None:
-    if sys.modules.keys().isdisjoint(_ADAPTORS[package]):  # otherwise the program imports them, and they each other
-        for adaptor in _ADAPTORS[package]:
-            import_module(adaptor)
+    for adaptor in _ADAPTORS[package]:
+        import_module(adaptor)
 
 
 sys.meta_path.insert(0, _RegisteringFinder())

@@ -25,4 +25,3 @@ class SuperpipelineStrategy(FabricMixin, ParallelStrategy):  # noqa: D101
 
 
 SuperpipelineStrategy.register_strategies(STRATEGY_REGISTRY)
-import sp_lightning.lightning  # noqa: E402, F401 - `lightning` has a Trainer as well; the package of the twin has not

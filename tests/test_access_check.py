@@ -29,7 +29,7 @@ def in_a_step(debug: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
     model[0].register_forward_hook(lambda layer, *_: kept.append(layer._parameters["weight"].data))
     with attached(model, k=1, units=nn.Linear, debug=debug) as pipe, pipe.step():
         model(torch.ones(1, 3))
-        yield kept[0], pipe.arrangement.weights[0].host
+        yield kept[0], pipe.arrangement.weights[0].current_memory
 
 
 USES: list[Use] = [

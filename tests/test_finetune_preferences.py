@@ -108,7 +108,7 @@ def test_all_forms_of_a_pair_are_the_same(lines):
         (PAIR, ["--lr=nan"], "--lr: nan is not a number of at least 0"),
         (PAIR, ["--beta=-1"], "--beta: -1 is not a number of at least 0"),
         (PAIR, ["--weights=pairs.jsonl"], "pairs.jsonl is no checkpoint of this model and these sizes"),
-        (PAIR, ["--memory-budget=1"], "`memory_budget='1'` is too small"),
+        (PAIR, ["--memory-budget=1"], "`memory_budget=1` is one byte"),
     ],
 )
 def test_what_is_refused(line, arguments, message, capsys):

@@ -241,7 +241,7 @@ def test_nothing_fits(arguments, says):
         ),
         ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
-        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 8.0 GiB of RAM"]),
+        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 9.0 GiB of RAM"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
         ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),
     ],
@@ -391,7 +391,7 @@ def test_units_stay_on_the_gpu_from_the_first_step_on(memory, moments, all_on_ho
 
 def test_no_more_units_stay_on_the_gpu_than_there_are():
     """What is resident is no unit."""
-    report = planned("DINOv2-large --precision bf16-true --tokens 64 --length 64")
+    report = planned("DINOv2-large --precision bf16-true --tokens 64 --length 64 --host_bandwidth 1")
     row = report.best
     assert row.living == row.units < len(row.step.choice.living)
     said = f"Of {row.units} units, {row.units} stay on the GPU with their optimizer state. Activations: "
@@ -453,7 +453,7 @@ def test_devices_share_the_host():
     assert four.host_bytes == clipped.host_bytes, "all gradients are there in any case"
     assert one.lanes[Lane.HOST] < four.lanes[Lane.HOST] < 3 * one.lanes[Lane.HOST]
     assert four.lanes[Lane.TO_DEVICE] > one.lanes[Lane.TO_DEVICE]
-    everywhere = planned(f"{__name__}.Stack --model.width 64 --devices 2").best.step
+    everywhere = planned(f"{__name__}.Stack --model.width 64 --devices 2 --host_bandwidth 1").best.step
     assert (len(everywhere.choice.living), everywhere.choice.visiting) == (4, ())
     assert everywhere.host_bytes > 0, "in the first steps"
 
