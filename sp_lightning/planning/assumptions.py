@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
@@ -114,11 +114,12 @@ class Assumptions:
     devices: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", _PRECISIONS.get(self.precision, self.precision))
         names = {name.casefold(): name for name in OPTIMIZERS}
-        object.__setattr__(self, "optimizer", names.get(self.optimizer.casefold(), self.optimizer))
-        if self.gradient_clip_val == 0:
-            object.__setattr__(self, "gradient_clip_val", None)
+        vars(self).update(  # not by assignment, as it is frozen
+            precision=_PRECISIONS.get(self.precision, self.precision),
+            optimizer=names.get(self.optimizer.casefold(), self.optimizer),
+            gradient_clip_val=self.gradient_clip_val or None,
+        )
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not value > 0:
                 raise ValueError(f"`{name}={value}` must be above zero.")
@@ -160,6 +161,14 @@ class Assumptions:
         """Bytes of CPU memory; 0 if `host_memory` is not an amount."""
         found = total_host_memory() if torch.cuda.is_available() else None
         return _bytes_of(self.host_memory, found or _HOST_MEMORY)
+
+    def typed(self, arguments: Mapping[str, str]) -> dict[str, object]:
+        """Return the values that have to be typed, those that are not the default, by their arguments.
+
+        `arguments` has the field of each argument.
+        """
+        values = {argument: getattr(self, field) for argument, field in arguments.items()}
+        return {name: value for name, value in values.items() if value != getattr(Assumptions, arguments[name])}
 
     @property
     def tokens_in_step(self) -> int:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from sp_lightning.planning.memory import (
     weight_bytes,
     with_waiting,
 )
-from sp_lightning.planning.work import Choice, Machine, Prediction, Way, Workload
+from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
 # the policies of units that do not keep their activations
@@ -56,13 +56,13 @@ class TooLittleMemory(ValueError):
         self, place: Literal["device", "host"], budget: float, missing: float, most: str, hint: str = ""
     ) -> None:
         memory = {"device": "GPU memory", "host": "CPU memory"}[place]
-        needed, has = readable_bytes(int(budget) + int(missing)), readable_bytes(int(budget))
-        too_little = f"A step needs {needed} of {memory}, but only {has} are available."
-        super().__init__(f"{too_little} Most of it is for {most}{hint}.")
         self.place: Literal["device", "host"] = place
         self.budget = int(budget)
         self.missing = int(missing)
         self.most = most
+        needed, has = readable_bytes(self.budget + self.missing), readable_bytes(self.budget)
+        too_little = f"A step needs {needed} of {memory}, but only {has} are available."
+        super().__init__(f"{too_little} Most of it is for {most}{hint}.")
 
 
 class _Draft(NamedTuple):
@@ -125,7 +125,7 @@ class _Search:
 
     def __init__(self, workload: Workload, machine: Machine, room: int, host_room: float, by_size: bool) -> None:
         self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
-        self._choices: dict[_Draft, Choice] = {}
+        self._choice = cache(self._make_choice)  # most drafts are met several times
         self._workload = workload
         self._machine = machine
         self._room = room
@@ -136,7 +136,7 @@ class _Search:
         self._staying = workload.staying or ()
         self._able_to_live = [number for number in workload.able_to_live if number not in self._staying]
         every: tuple[Policy, ...] = ("keep", *_POLICIES)
-        self._ways = {policy: [_way(unit.ways, policy) for unit in workload.units] for policy in every}
+        self._ways = {policy: [unit.way(policy) for unit in workload.units] for policy in every}
 
     def cheapest(self, kind: tuple[int, Policy] | None = None) -> tuple[_Draft, Prediction]:
         """Return the best draft, of all or of those with this number of places and this policy."""
@@ -218,12 +218,6 @@ class _Search:
             choices.append(replace(choice, defers_visits=True))
         return min((predict(self._workload, self._machine, each) for each in choices), key=self._cost)
 
-    def _choice(self, draft: _Draft) -> Choice:
-        """Return the choice of a draft; most drafts are met several times."""
-        if draft not in self._choices:
-            self._choices[draft] = self._make_choice(draft)
-        return self._choices[draft]
-
     def _make_choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)
         count = min(len(living), draft.living)
@@ -233,11 +227,6 @@ class _Search:
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
         choice = Choice(draft.k, living, _spread(round(draft.visits * len(able)), able), ways)
         return with_waiting(self._workload, choice, self._host_room)
-
-
-def _way(ways: Sequence[Way], policy: Policy) -> Way:
-    """Return a unit's way with a policy, or the one that it has instead."""
-    return next((way for way in ways if way.policy == policy), ways[0])
 
 
 def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:

@@ -84,17 +84,19 @@ class _Pass:
         self._steps = steps
         self._units = workload.everything
         self._resident = len(workload.units)
-        self._living = set(choice.living)
-        numbers = range(len(self._units))
-        self._streams = [number < self._resident and number not in self._living for number in numbers]
+        self._kept_on_host = workload.kept_on_host(choice)
+        self._streams = [number in self._kept_on_host for number in range(self._resident)] + [False]
         self._ways = workload.ways(choice)
         self._leaving = [*(way.leaving for way in self._ways[:-1]), 0, 0]
         self._gradients = workload.gradients_to_host(choice)
         self._waiting = set(choice.waiting)
-        # the units that the host does not step
-        elsewhere = self._living.union(choice.visiting)
-        self._on_host = [n for n in numbers if steps and self._units[n].step_bytes and n not in elsewhere]
-        self._bytes_on_host = sum(self._units[number].step_bytes for number in self._on_host)
+        # the bytes of the steps on the host
+        self._on_host = {
+            number: unit.step_bytes
+            for number, unit in self._kept_on_host.items()
+            if steps and unit.step_bytes and number not in choice.visiting
+        }
+        self._bytes_on_host = sum(self._on_host.values())
         self._steps_in_backward = steps and workload.stepping == "in backward"
         # units that visit in backward, and those that the next forward has visit
         self._early = [*choice.visiting] if self._steps_in_backward and not choice.defers_visits else []
@@ -133,11 +135,10 @@ class _Pass:
 
     def _slowed(self) -> float:
         """Return how much longer computing takes because copies and updates take some of the device's memory."""
-        units = [(number, unit) for number, unit in enumerate(self._units) if number not in self._living]
         computing = sum(unit.forward_seconds + unit.backward_seconds for unit in self._units)
         computing += sum(way.repeating for way in self._ways)
         moved = sum(self._gradients) + 2 * sum(self._leaving)
-        for number, unit in units:
+        for number, unit in self._kept_on_host.items():
             moved += unit.weight_bytes * (1 + self._workload.trains) * self._streams[number]
             if self._steps and number in self._choice.visiting:
                 moved += unit.visit_up + unit.visit_down + unit.visit_traffic
@@ -204,7 +205,7 @@ class _Pass:
     def _step(self) -> None:
         """Have the host step units: first, among those whose gradients have come, the one that forward needs first."""
         if self._steps:
-            updated = sum(self._units[number].update_traffic for number in self._living)
+            updated = sum(unit.update_traffic for unit in self._workload.numbered(self._choice.living))
             self._compute.move(updated / self._machine.device_memory)
         if self._workload.stepping == "after backward":
             self._come = [max(self._come)] * len(self._come)
@@ -225,7 +226,7 @@ class _Pass:
             come = [number for number in waiting if self._come[number] <= self._host.free]
             number = min(come or waiting, key=(waiting if come else self._come).__getitem__)
             del waiting[number]
-            stepped = self._ready[number] = self._host.move(self._units[number].step_bytes, self._come[number])
+            stepped = self._ready[number] = self._host.move(self._on_host[number], self._come[number])
             if number in ready and late:
                 follows = late.pop()
                 begin = max(stepped, ready[follows])
@@ -246,9 +247,9 @@ class _Pass:
     def _bring_at_once(self) -> list[float]:
         """Send units that have places of their own as they are stepped; return when each has arrived."""
         arrived = [0.0] * len(self._units)
-        stepped = [n for n, unit in enumerate(self._units) if unit.bytes_after_step and n not in self._living]
-        for number in sorted(stepped, key=self._ready.__getitem__):
-            arrived[number] = self._bring(number, self._ready[number], self._units[number].bytes_after_step)
+        for number in sorted(self._kept_on_host, key=self._ready.__getitem__):
+            if nbytes := self._units[number].bytes_after_step:
+                arrived[number] = self._bring(number, self._ready[number], nbytes)
         return arrived
 
     def _run_forward(self) -> None:
@@ -267,7 +268,7 @@ class _Pass:
             if not is_there and len(freed) >= self._slots:
                 begin = max(begin, freed[-self._slots])
             nbytes = 0 if is_there else unit.weight_bytes
-            if is_there and self._steps and number not in self._living:
+            if is_there and self._steps and number in self._kept_on_host:
                 nbytes = unit.bytes_after_step
             arrived = self._bring(number, begin, nbytes) if brought is None else brought[number]
             self._compute.move(self._slower * unit.forward_seconds, arrived)

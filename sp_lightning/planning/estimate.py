@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -55,19 +56,13 @@ _BOTH_WAYS = 1.7  # the rate that copies in both directions reach together, by t
 _MEMORY_FOR_ALL = 1.5
 
 
-class ModelFacts(NamedTuple):
-    """The facts of a whole model that decide on the work of one of its units."""
-
-    vocabulary: frozenset[int]  # sizes of its tables
-    chosen_experts: int | None  # number of a mixture's experts that each token passes
-
-
 class DividedModel(NamedTuple):
-    """A copy of a model without memory, as it is trained, and its units."""
+    """A copy of a model without memory, as it is trained, its units, and its facts that decide on their work."""
 
     module: nn.Module
     division: Division
-    facts: ModelFacts
+    vocabulary: frozenset[int]  # sizes of its tables
+    chosen_experts: int | None  # number of a mixture's experts that each token passes
 
 
 def divide(module: nn.Module, given: Assumptions) -> DividedModel:
@@ -75,7 +70,7 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
     module = _on_meta(module, None if is_mixed and given.lora is None else dtype)
     vocabulary = frozenset(table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding))
-    facts = ModelFacts(vocabulary, _chosen_experts(module))
+    chosen_experts = _chosen_experts(module)
     if given.lora is not None:
         _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, given.device_bytes)
@@ -83,7 +78,7 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     for weight in [weight for unit in division.units for weight in unit.weights]:
         if dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
-    return DividedModel(module, division, facts)
+    return DividedModel(module, division, vocabulary, chosen_experts)
 
 
 def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
@@ -93,27 +88,26 @@ def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
 
 def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
     """Estimate the workload of a model that was divided."""
-    module, division, facts = model
-    machine = assumed_machine(given)
+    division = model.division
     policies: list[Policy] = ["keep", "recompute", "offload"]
     if given.activations != "auto":
         policies = [given.activations]
     # backward begins with the last one's activations
-    units = [_work(unit, given, facts, policies) for unit in division.units[:-1]]
-    units += [_work(unit, given, facts, ["keep"]) for unit in division.units[-1:]]
-    resident = _work(division.resident, given, facts, ["keep"])
+    units = [_work(unit, given, model, policies) for unit in division.units[:-1]]
+    units += [_work(unit, given, model, ["keep"]) for unit in division.units[-1:]]
+    resident = _work(division.resident, given, model, ["keep"])
     stepping: Stepping | None = None
     if any(unit.step_bytes for unit in (*units, resident)):
         # a loss scaler looks at all gradients, too
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
-    matrices = [shape for unit in division.all_units() for _, shape in _matrices(unit, given, facts)]
-    heads = [shape for shape in matrices if shape[0] in facts.vocabulary]
+    matrices = [shape for unit in division.all_units() for _, shape in _matrices(unit, given, model)]
+    heads = [shape for shape in matrices if shape[0] in model.vocabulary]
     turn = sum(_OF_LOGITS * 4 * given.tokens * shape[0] for shape in heads)
     if given.loss == "chunked":
         width = 2 if given.precision in _HALF else 4
         turn = sum(_OF_CHUNKED_LOSS * width * shape.numel() for shape in heads)
-    masters = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
+    masters = sum(weight.nbytes for weight in model.module.parameters() if weight.requires_grad)
     return Workload(
         units=tuple(units),
         resident=resident,
@@ -124,7 +118,7 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         micro_steps=given.accumulate,
         staging_buffers=STAGING_BUFFERS if given.devices == 1 else STAGING_OF_SEVERAL,
         # sums are read and written, and gradients read
-        add_seconds=(given.accumulate > 1) * 3 * masters / machine.host,
+        add_seconds=(given.accumulate > 1) * 3 * masters / (given.host_bandwidth * 1e9),
         # the resident unit saves all the time, and the clock lets it compute only in forward
         rest_seconds=resident.backward_seconds,
         outside_bytes=resident.ways[0].held,
@@ -160,41 +154,44 @@ def assumed_machine(given: Assumptions) -> Machine:
     host = given.host_bandwidth * 1e9
     share = host / given.devices
     link = min(given.link * 1e9, share)
-    on_device = {
-        "device_memory": REACHED_OF_MEMORY * given.device_bandwidth * 1e9,
-        "kernel_seconds": KERNEL_SECONDS,
-    }
+    machine = Machine(
+        to_device=link,
+        to_host=link,
+        host=host,
+        both=_BOTH_WAYS * link,
+        device_memory=REACHED_OF_MEMORY * given.device_bandwidth * 1e9,
+        kernel_seconds=KERNEL_SECONDS,
+    )
     if given.devices > 1:  # copies have their share
-        return Machine(link, link, host, min(_BOTH_WAYS * link, share), **on_device)
+        return replace(machine, both=min(machine.both, share))
     memory = given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth
-    return Machine(link, link, host, _BOTH_WAYS * link, memory * 1e9, **on_device)
+    return replace(machine, host_memory=memory * 1e9)
 
 
-def _matrices(unit: Unit, given: Assumptions, facts: ModelFacts) -> Iterator[tuple[str, torch.Size]]:
+def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[tuple[str, torch.Size]]:
     """Yield the shapes of all weights that a unit multiplies tokens with, and the names of their layers.
 
     Tables are looked up, diffusion models' modulation is computed once for an image, their tokens pass one of two
     halves of a block, and adapters are next to nothing. A mixture has as many experts here as a token passes.
     """
-    for name, module in [named for member in unit.members for named in member.module.named_modules(prefix=member.name)]:
+    chosen = model.chosen_experts
+    for name, module in chain(*(member.module.named_modules(prefix=member.name) for member in unit.members)):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or _NOT_EACH.search(name):
             continue
         expert = _EXPERT.search(name)
-        if expert is not None and facts.chosen_experts is not None and int(expert[1]) >= facts.chosen_experts:
+        if expert is not None and chosen is not None and int(expert[1]) >= chosen:
             continue
-        experts = getattr(module, "num_experts", None) if facts.chosen_experts is not None else None
+        experts = getattr(module, "num_experts", None)
         for weight in module.parameters(recurse=False):
-            if weight.dim() == 3 and weight.shape[0] == experts:
-                for _ in range(facts.chosen_experts or 0):
-                    yield name, weight.shape[1:]
+            if chosen is not None and weight.dim() == 3 and weight.shape[0] == experts:
+                yield from [(name, weight.shape[1:])] * chosen
             elif weight.dim() > 1 and min(weight.shape[:2]) > (given.lora or 0):
                 yield name.rpartition(".")[2], weight.shape
 
 
-def _work(unit: Unit, given: Assumptions, facts: ModelFacts, policies: Sequence[Policy]) -> UnitWork:
+def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequence[Policy]) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
-    matrices = [*_matrices(unit, given, facts)]
-    vocabulary = facts.vocabulary
+    matrices = [*_matrices(unit, given, model)]
     shapes = [shape for _, shape in matrices]
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
     weights = sum(weight.nbytes for weight in unit.weights)
@@ -204,20 +201,19 @@ def _work(unit: Unit, given: Assumptions, facts: ModelFacts, policies: Sequence[
     gradients = sum(weight.compute_bytes for weight in trained)
     state = given.state_bytes(weight.master for weight in trained)
     # gradients are added up in the masters' dtype, those of several devices in one pass; the step reads the sums
-    sums = masters if given.devices * given.accumulate > 1 else 0
-    added = sums - gradients if sums else 0
+    added = masters - gradients if given.devices * given.accumulate > 1 else 0
     if given.devices > 1:
-        added += given.devices * gradients + sums
+        added += given.devices * gradients + masters
     rate = given.compute * 1e12
     forward = 2 * given.tokens * sum(shape.numel() for shape in shapes) / rate
     # scores and sums by them; each token of a language model looks at those before it
     width = sum(shape[_QUERIES[layer]] for layer, shape in matrices if layer in _QUERIES)
     pairs = given.tokens * min(given.tokens, given.length)
-    attention = (2 if vocabulary else 4) * pairs * width / rate
+    attention = (2 if model.vocabulary else 4) * pairs * width / rate
     is_mixed = given.precision.endswith("mixed")
     nbytes = given.tokens * (4 if given.precision == "32-true" else 2)
     inputs = (2 if is_mixed else 1) * nbytes * shapes[0][-1] if shapes else 0
-    moved = sum(shape[-1] + (0 if shape[0] in vocabulary else shape[-2]) for shape in shapes)
+    moved = sum(shape[-1] + (0 if shape[0] in model.vocabulary else shape[-2]) for shape in shapes)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
     call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved), repeatable=True)
     # these are stepped by passes over pieces; several devices would have to agree
@@ -235,5 +231,4 @@ def _work(unit: Unit, given: Assumptions, facts: ModelFacts, policies: Sequence[
         step_bytes=work.step_bytes + lowered + added,
         ways=ways_of([call], forward + attention, policies),
         piece_bytes=bytes_of_step(sum(weight.master.numel() for weight in trained)) if given.moments else 0,
-        sum_bytes=sums,
     )

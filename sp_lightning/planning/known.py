@@ -23,20 +23,29 @@ from torch import nn
 from sp_lightning.planning.assumptions import Assumptions
 
 Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "hosts", "recipes"]
+Entry: TypeAlias = dict[str, Any]
 # pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
 _SIDE, _PIXELS = 512, 16
+# options of recipes, and the field that has each
+_OPTIONS = {
+    "accumulate": "accumulate",
+    "clip": "gradient_clip_val",
+    "activations": "activations",
+    "optimizer-on": "optimizer_on",
+    "devices": "devices",
+}
 # words that people leave out of a card's name, or put before it
 _MAKER = re.compile(r"nvidia|geforce|rtx|tesla|[\s-]")
 
 
-def known(kind: Kind) -> dict[str, dict[str, Any]]:
+def known(kind: Kind) -> dict[str, Entry]:
     """Return all known entries of a kind, by name."""
     file = files("sp_lightning.planning").joinpath("known", f"{kind}.json")
-    entries: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    entries: dict[str, Entry] = json.loads(file.read_text(encoding="utf-8"))
     return entries
 
 
-def find(kind: Kind, name: str) -> dict[str, Any] | None:
+def find(kind: Kind, name: str) -> Entry | None:
     """Return the entry of a name, in upper or lower case; a model may have its organization before it."""
     name = name.rpartition("/")[2].casefold()
     return next((entry for each, entry in known(kind).items() if each.casefold() == name), None)
@@ -48,7 +57,7 @@ def gpu_named(name: str) -> str | None:
     return next((gpu for gpu in known("gpus") if _MAKER.sub("", gpu.casefold()) == short), None)
 
 
-def rates_of_gpu(name: str) -> dict[str, Any]:
+def rates_of_gpu(name: str) -> Entry:
     """Return the assumptions about a card: its memory, its link, and its lowest and highest speed."""
     gpu = gpu_named(name)
     if gpu is None:
@@ -67,7 +76,7 @@ def rates_of_gpu(name: str) -> dict[str, Any]:
     }
 
 
-def rates_of_host(name: str) -> dict[str, Any]:
+def rates_of_host(name: str) -> Entry:
     """Return the assumption about a host: its memory's bandwidth."""
     entry = find("hosts", name)
     if entry is None:
@@ -106,13 +115,9 @@ def recipe(name: str, given: Assumptions) -> str:
         "precision": given.precision,
         "optimizer": {None: "adamw", "fp32": "split", "int8": "int8"}[given.moments],
         "batch-size": given.tokens // length,
-        "accumulate": given.accumulate if given.accumulate > 1 else None,
-        "clip": given.gradient_clip_val,
-        "activations": given.activations if given.activations != "auto" else None,
-        "optimizer-on": given.optimizer_on if given.optimizer_on != "auto" else None,
-        "devices": given.devices if given.devices > 1 else None,
+        **given.typed(_OPTIONS),
     }
-    typed = " ".join(f"--{option} {value}" for option, value in options.items() if value is not None)
+    typed = " ".join(f"--{option} {value}" for option, value in options.items())
     command: str = script["full" if given.lora is None else "lora"]
     return f"{command.format(hub=entry['hub'], lora=given.lora)} {size} {typed}"
 
@@ -152,7 +157,7 @@ def of_transformers(config: Any) -> nn.Module:
     return module
 
 
-def of_shapes(shapes: dict[str, Any]) -> nn.Module:
+def of_shapes(shapes: Entry) -> nn.Module:
     """Build a model that only holds weights, from the description by `tools/known_models.py`."""
     model = _layer(shapes)
     for name, other in shapes.get("tied", {}).items():
@@ -161,7 +166,7 @@ def of_shapes(shapes: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _layer(shapes: dict[str, Any]) -> nn.Module:
+def _layer(shapes: Entry) -> nn.Module:
     name, base = shapes["class"], shapes.get("base")  # torch's own layers have none
     cls = getattr(nn, base or name)
     if base is not None:

@@ -56,37 +56,40 @@ def work_of(
     masters = sum(weight.nbytes for weight in trained)
     gradients = gradient_bytes(trained) if trained else 0
     on_host = state + sum(weight.nbytes + weight.compute_bytes * weight.lowered for weight in weights)
+    step_bytes = 2 * (masters + state) + sum(weight.compute_bytes for weight in trained)
+    update = step_bytes + gradients
     work = UnitWork(
         name=unit.name,
         weight_bytes=sent_bytes(weights),
         gradient_bytes=gradients,
-        step_bytes=2 * (masters + state) + sum(weight.compute_bytes for weight in trained),
+        step_bytes=step_bytes,
         bytes_on_device=on_host + masters + meanwhile if lives else 0,  # with gradients, as many as masters
+        update_traffic=_OF_FOREACH * update if meanwhile else update,
         host_bytes=on_host,
         state_bytes=state,
-        master_bytes=masters,
+        sum_bytes=masters,
         bytes_after_step=sent_bytes(trained),
     )
-    update = work.step_bytes + gradients
-    work = replace(work, update_traffic=_OF_FOREACH * update if meanwhile else update)
     if not visits or not trained:
         return work
     up = masters + state
     down = up + sum(weight.compute_bytes for weight in trained if weight.lowered)
     sizes = [weight.master.numel() for weight in trained]
     numbers = sum(sizes)
-    effort = Effort.of(trained[0].dtype == torch.bfloat16, state < _STATE_IN_CODES * numbers)
+    has_halves, has_codes = trained[0].dtype == torch.bfloat16, state < _STATE_IN_CODES * numbers
+    effort = Effort.of(has_halves, has_codes)
+    traffic = effort.nbytes * numbers
     # one for each piece, and one more after a weight that does not end where the next one begins
     passes = math.ceil(numbers / PIECE) + sum(size % BLOCK > 0 for size in sizes)
-    if trained[0].dtype == torch.bfloat16 or state < _STATE_IN_CODES * numbers:  # ours
-        work = replace(work, update_traffic=effort.nbytes * numbers)
+    is_ours = has_halves or has_codes
     return replace(
         work,
+        update_traffic=traffic if is_ours else work.update_traffic,
         visit_up=up,
         visit_down=down,
         visit_bytes=bytes_of_pieces(down + gradients, numbers),
         visit_kernels=effort.kernels * passes,
-        visit_traffic=effort.nbytes * numbers,
+        visit_traffic=traffic,
     )
 
 
@@ -137,11 +140,6 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         visits=is_free and processes is None and _may_visit(optimizers, unit, engine.steps.fused),
     )
     return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)
-
-
-def _with_sums(work: UnitWork, micro_steps: int) -> UnitWork:
-    """Return a unit's work with the host memory that sums of its gradients take."""
-    return replace(work, sum_bytes=work.master_bytes) if micro_steps > 1 else work
 
 
 class FirstSteps:
@@ -208,26 +206,29 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
             stepping = "in backward"
     units = [
         replace(
-            _with_sums(measured_work(engine, unit, measured.trains), micro_steps),
+            measured_work(engine, unit, measured.trains),
             forward_seconds=fastest[Kind.FORWARD, False, unit.name],
             backward_seconds=fastest[Kind.BACKWARD, True, unit.name],
             ways=ways,
         )
         for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
     ]
-    resident = _with_sums(measured_work(engine, engine.arrangement.resident, measured.trains), micro_steps)
+    resident = measured_work(engine, engine.arrangement.resident, measured.trains)
+    everything = (*units, resident)
     always_on_device = () if engine.first_plan is None else engine.first_plan.on_device
-    staying = (number for number, unit in enumerate((*units, resident)) if unit.name in always_on_device)
-    add_seconds = _seconds(_of_kind(recording.spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps)
-    if engine.waiting.waited:  # the device has added them up; the host would read and write sums, and read gradients
-        add_seconds = max(add_seconds, 3 * sum(unit.sum_bytes for unit in (*units, resident)) / machine.host)
+    staying = (number for number, unit in enumerate(everything) if unit.name in always_on_device)
+    adds_up = micro_steps > 1
+    add_seconds = _seconds(_of_kind(recording, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps)
+    # the device has added them up; the host would read and write sums, and read gradients
+    if engine.waiting.waited and adds_up:
+        add_seconds = max(add_seconds, 3 * sum(unit.sum_bytes for unit in everything) / machine.host)
     return Workload(
         units=tuple(units),
         resident=resident,
         trains=measured.trains,
         stepping=stepping,
         micro_steps=micro_steps,
-        adds_up=micro_steps > 1,
+        adds_up=adds_up,
         staging_buffers=engine.memory.staging_buffers,
         may_wait=engine.waiting.is_limited,
         staying=tuple(staying),
@@ -247,9 +248,9 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     recorded = sum(work_of(unit).step_bytes for unit in units)
     moved = sum(measured_work(engine, unit).step_bytes for unit in units)
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
-    machine = replace(before, to_device=to_device, to_host=to_host, host=host)
-    # The rate includes the waits of kernels.
-    machine = replace(machine, updates=_rate(recording, Kind.VISIT) or before.updates)
+    # The rate of updates includes the waits of kernels.
+    updates = _rate(recording, Kind.VISIT) or before.updates
+    machine = replace(before, to_device=to_device, to_host=to_host, host=host, updates=updates)
     if before.device_memory == math.inf:
         backend = engine.backend
         return replace(machine, device_memory=backend.memory_rate, kernel_seconds=backend.kernel_seconds)
@@ -280,16 +281,16 @@ def _computing(recording: Recording, begin: float, end: float, units: Sequence[U
 
 def _waits_for_all(recording: Recording) -> bool:
     """Tell whether no unit is stepped while gradients come."""
+    steps = [span.begin for span in _of_kind(recording, Kind.STEP)]
     for begin, end in recording.steps:
-        backward = [span.begin for span in _of_kind(recording.spans, Kind.BACKWARD) if begin <= span.begin < end]
-        steps = _of_kind(recording.spans, Kind.STEP)
-        if backward and any(backward[0] < span.begin < backward[-1] for span in steps):
+        backward = [span.begin for span in _of_kind(recording, Kind.BACKWARD) if begin <= span.begin < end]
+        if backward and any(backward[0] < moment < backward[-1] for moment in steps):
             return False
     return True
 
 
-def _of_kind(spans: Sequence[Span], *kinds: Kind) -> list[Span]:
-    return [span for span in spans if span.kind in kinds]
+def _of_kind(recording: Recording, *kinds: Kind) -> list[Span]:
+    return [span for span in recording.spans if span.kind in kinds]
 
 
 def _seconds(spans: Sequence[Span]) -> float:
@@ -298,7 +299,7 @@ def _seconds(spans: Sequence[Span]) -> float:
 
 def _rate(recording: Recording, *kinds: Kind) -> float:
     """Return the bytes per second of this work; 0 if there was none."""
-    spans = [span for span in _of_kind(recording.spans, *kinds) if span.nbytes]
+    spans = [span for span in _of_kind(recording, *kinds) if span.nbytes]
     seconds = _seconds(spans)
     return sum(span.nbytes for span in spans) / seconds if seconds else 0.0
 
@@ -317,7 +318,7 @@ def _ways_of_units(
         again = fastest[Kind.FORWARD, True, unit.name]
         calls = [footprints[member.name] for member in unit.members if member.name in footprints]
         if not calls:
-            copies = [span for span in _of_kind(recording.spans, Kind.OFFLOAD) if span.name == unit.name]
+            copies = [span for span in _of_kind(recording, Kind.OFFLOAD) if span.name == unit.name]
             leaving = sum(span.nbytes for span in copies) // len(recording.steps)
             yield (Way("keep" if policy == "auto" else policy, 0, 0, leaving, repeating=again),)
             continue

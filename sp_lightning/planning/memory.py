@@ -42,11 +42,10 @@ def device_bytes(workload: Workload, choice: Choice) -> int:
 
 def weight_bytes(workload: Workload, choice: Choice) -> int:
     """Return the device memory for weights, for all else of units that stay there, and for the pieces of visits."""
-    everything, living = workload.everything, set(choice.living)
-    streamed = [unit.weight_bytes for number, unit in enumerate(everything) if number not in living]
-    resident = 0 if len(workload.units) in living else streamed.pop()
-    pieces = max((everything[number].visit_bytes for number in choice.visiting), default=0)
-    living_bytes = bytes_that_stay([everything[number] for number in living])
+    streamed = [unit.weight_bytes for unit in workload.kept_on_host(choice).values()]
+    resident = 0 if len(workload.units) in choice.living else streamed.pop()
+    pieces = max((unit.visit_bytes for unit in workload.numbered(choice.visiting)), default=0)
+    living_bytes = bytes_that_stay(workload.numbered(choice.living))
     return _arena_bytes(tuple(streamed), choice.k) + resident + living_bytes + pieces
 
 
@@ -65,8 +64,7 @@ def landing_bytes(workload: Workload, choice: Choice) -> int:
     gradients = sorted(workload.gradients_to_host(choice), reverse=True)
     pass_through = workload.stepping == "in backward" or workload.adds_up
     if choice.waiting:  # if the other gradients pass through buffers, they share these
-        elsewhere = set(range(len(workload.everything))).difference(choice.living)
-        few = sum(three_buffers(map(workload.bytes_that_wait, elsewhere)))
+        few = sum(three_buffers(map(workload.bytes_that_wait, workload.kept_on_host(choice))))
         return few + (0 if pass_through else sum(gradients))
     if pass_through:
         gradients = gradients[: landing_buffers(len(gradients))]
@@ -75,9 +73,10 @@ def landing_bytes(workload: Workload, choice: Choice) -> int:
 
 def host_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for weights, gradients, optimizer state, and activations that wait there."""
-    living, waiting = set(choice.living), set(choice.waiting)
-    units = [(number, unit) for number, unit in enumerate(workload.everything) if number not in living]
-    on_host = sum(unit.host_bytes + unit.sum_bytes * (number not in waiting) for number, unit in units)
+    units = workload.kept_on_host(choice)
+    on_host = sum(unit.host_bytes for unit in units.values())
+    if workload.adds_up:
+        on_host += sum(units[number].sum_bytes for number in units.keys() - set(choice.waiting))
     return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in workload.ways(choice))
 
 
@@ -88,16 +87,15 @@ def first_choice(workload: Workload, device_room: float = 0.0, host_room: float 
     as the host requires, or as many as there is room for.
     """
     units = workload.units
-    ways = [next((way for way in unit.ways if way.policy == "recompute"), unit.ways[0]) for unit in units]
-    first = Choice(min(2, max(1, len(units))), ways=tuple(ways))
+    first = Choice(min(2, max(1, len(units))), ways=tuple(unit.way("recompute") for unit in units))
     if first_host_bytes(workload, first) <= host_room:
         return first
     first = _with_most_waiting(workload, first, device_room)
-    most = len(workload.able_to_live) if workload.may_stay else 0
-    for count in range(1, most + 1):
+    able_to_live = workload.able_to_live if workload.may_stay else ()
+    for count in range(1, len(able_to_live) + 1):
         if first_host_bytes(workload, first) <= host_room:
             break
-        next_one = replace(first, living=workload.able_to_live[:count], waiting=())
+        next_one = replace(first, living=able_to_live[:count], waiting=())
         if device_bytes(workload, next_one) > device_room:
             break
         first = _with_most_waiting(workload, next_one, device_room)
@@ -109,7 +107,7 @@ def first_host_bytes(workload: Workload, first: Choice) -> int:
 
     At the end all weights are there again. Optimizer state for which there is no room stays on the device.
     """
-    state_on_device = sum(workload.everything[number].state_bytes for number in first.living)
+    state_on_device = sum(unit.state_bytes for unit in workload.numbered(first.living))
     afterwards = sum(unit.host_bytes for unit in workload.everything) - state_on_device
     return max(host_bytes(workload, first), afterwards)
 
@@ -117,7 +115,11 @@ def first_host_bytes(workload: Workload, first: Choice) -> int:
 def _with_most_waiting(workload: Workload, choice: Choice, device_room: float) -> Choice:
     """Return the choice with as many gradients waiting on the device as there is room for, if the host gains by it."""
     able = _able_to_wait(workload, choice)
-    most = bisect_right(able, device_room, key=lambda last: device_bytes(workload, _waiting_to(choice, able, last)))
+    most = bisect_right(
+        range(len(able)),
+        device_room,
+        key=lambda last: device_bytes(workload, replace(choice, waiting=able[: last + 1])),
+    )
     return min(choice, replace(choice, waiting=able[:most]), key=partial(host_bytes, workload))
 
 
@@ -126,7 +128,11 @@ def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice
     if host_bytes(workload, choice) <= host_room:
         return choice
     able = _able_to_wait(workload, choice)
-    least = bisect_left(able, True, key=lambda last: host_bytes(workload, _waiting_to(choice, able, last)) <= host_room)
+    least = bisect_left(
+        range(len(able)),
+        True,
+        key=lambda last: host_bytes(workload, replace(choice, waiting=able[: last + 1])) <= host_room,
+    )
     return replace(choice, waiting=able[: least + 1])
 
 
@@ -135,14 +141,7 @@ def _able_to_wait(workload: Workload, choice: Choice) -> tuple[int, ...]:
     passing = workload.micro_steps == 1 and workload.stepping != "after backward"
     if passing or not workload.may_wait or not workload.trains:
         return ()
-    staying = {*choice.living, *(choice.visiting if workload.gradients_stay else ())}
-    units = enumerate(workload.everything)
-    return tuple(number for number, unit in units if unit.gradient_bytes and number not in staying)
-
-
-def _waiting_to(choice: Choice, able: tuple[int, ...], last: int) -> Choice:
-    """Return the choice in which gradients of the `able` units wait, from the first up to the `last`."""
-    return replace(choice, waiting=able[: able.index(last) + 1])
+    return tuple(number for number, nbytes in enumerate(workload.gradients_to_host(choice)) if nbytes)
 
 
 def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:
@@ -167,11 +166,11 @@ def activation_bytes(workload: Workload, choice: Choice) -> int:
         return workload.outside_bytes
     always = workload.outside_bytes
     staying: list[int] = []
-    if workload.gradients_stay and (choice.visiting or choice.waiting):
+    if workload.gradients_stay:
         stay = {*choice.visiting, *choice.waiting}
         staying = [unit.gradient_bytes * (number in stay) for number, unit in enumerate(workload.units)]
         always += workload.resident.gradient_bytes * (len(workload.units) in stay)
-    elif choice.waiting:  # sums
+    else:  # sums
         always += sum(map(workload.bytes_that_wait, choice.waiting))
     return peak(workload.ways(choice), workload.turn_bytes, staying) + always
 

@@ -34,17 +34,12 @@ _BOTTLENECKS = {
     Lane.TO_HOST: "copies to the CPU",
     Lane.HOST: "the optimizer on the CPU",
 }
-# arguments of the strategy and of the Trainer: the field that has each, and the value that need not be typed
-_OF_STRATEGY = {
-    "activations": ("activations", "auto"),
-    "units": ("units", None),
-    "resident": ("resident", ()),
-    "optimizer_on": ("optimizer_on", "auto"),
-}
+# arguments of the strategy and of the Trainer, and the field that has each
+_OF_STRATEGY = {name: name for name in ("activations", "units", "resident", "optimizer_on")}
 _OF_TRAINER = {
-    "gradient_clip_val": ("gradient_clip_val", None),
-    "accumulate_grad_batches": ("accumulate", 1),
-    "devices": ("devices", 1),
+    "gradient_clip_val": "gradient_clip_val",
+    "accumulate_grad_batches": "accumulate",
+    "devices": "devices",
 }
 
 
@@ -302,10 +297,9 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
         yield f"with LoRA on a frozen base (`--lora {_RANK}`)", replace(first.given, lora=_RANK)
 
 
-def _typed(given: Assumptions, usual: Mapping[str, tuple[str, object]]) -> list[str]:
-    """Return the arguments with unusual values, as they are typed."""
-    values = {argument: getattr(given, field) for argument, (field, _) in usual.items()}
-    return [f"{name}={value!r}" for name, value in values.items() if value != usual[name][1]]
+def _typed(given: Assumptions, arguments: Mapping[str, str]) -> list[str]:
+    """Return the arguments with unusual values, as they are typed in Python."""
+    return [f"{name}={value!r}" for name, value in given.typed(arguments).items()]
 
 
 def number_range(low: float, high: float) -> str:

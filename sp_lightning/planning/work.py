@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -57,11 +57,14 @@ class UnitWork:
     # host memory for weights, the copies that are sent, and optimizer state; and for the latter alone
     host_bytes: int = 0
     state_bytes: int = 0
-    # host memory for sums of gradients, of micro-batches or of several devices, unless they wait on the device
+    # for sums of gradients, where they are added up: of micro-batches or of several devices
     sum_bytes: int = 0
-    master_bytes: int = 0  # of the weights that are trained
     # bytes sent to the device after a step, if weights that are not updated are still there
     bytes_after_step: int = 0
+
+    def way(self, policy: Policy) -> Way:
+        """Return the way with a policy, or the one that it has instead."""
+        return next((way for way in self.ways if way.policy == policy), self.ways[0])
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Workload:
     turn_bytes: int = 0
     # bytes saved outside of units elsewhere; or all bytes that were taken, if activations are not chosen
     outside_bytes: int = 0
-    # whether several devices add their gradients up on the host, as they come
+    # whether the host adds up gradients as they come: of micro-batches or of several devices
     adds_up: bool = False
     staging_buffers: int = STAGING_BUFFERS  # that gradients on their way to the host take on the device
     # whether gradients may wait on the device until they are used, where the host has no room for them
@@ -107,6 +110,19 @@ class Workload:
         """Whether gradients of units that visit stay on the device; if they are added up, they are on the host."""
         return self.micro_steps == 1
 
+    def numbered(self, numbers: Iterable[int]) -> list[UnitWork]:
+        """Return the units with these numbers; the resident one has the number after the last one."""
+        return [self.everything[number] for number in numbers]
+
+    def names(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """Return the names of the units with these numbers."""
+        return tuple(unit.name for unit in self.numbered(numbers))
+
+    def kept_on_host(self, choice: Choice) -> dict[int, UnitWork]:
+        """Return the units whose optimizer state is on the host, by number: all that do not stay on the device."""
+        living = set(choice.living)
+        return {number: unit for number, unit in enumerate(self.everything) if number not in living}
+
     def ways(self, choice: Choice) -> Sequence[Way]:
         """Return the way of each unit's activations."""
         return choice.ways or [unit.ways[0] for unit in self.units]
@@ -121,7 +137,7 @@ class Workload:
         """Return the bytes of the device's memory that norms read, and that adding to gradients that wait moves."""
         nbytes = sum(unit.gradient_bytes for unit in self.everything) if self.stepping == "after backward" else 0
         if self.micro_steps > 1:
-            waiting = [self.everything[number] for number in choice.waiting]
+            waiting = self.numbered(choice.waiting)
             nbytes += sum(2 * unit.sum_bytes + unit.gradient_bytes for unit in waiting)
         return nbytes
 

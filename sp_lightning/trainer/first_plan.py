@@ -42,7 +42,7 @@ def keep_units_on_device(
     if device_room is None or free is None or pipeline.processes is not None or not is_free:
         return None
     units = [*pipeline.arrangement.units, pipeline.arrangement.resident]
-    works = [_work_before_steps(unit, optimizers, micro_steps, pipeline.device.type != "cpu") for unit in units]
+    works = [_work_before_steps(unit, optimizers, pipeline.device.type != "cpu") for unit in units]
     workload = Workload(
         units=tuple(works[:-1]),
         resident=works[-1],
@@ -68,7 +68,6 @@ def keep_units_on_device(
 def _work_before_steps(
     unit: Unit,
     optimizers: Sequence[Optimizer],
-    micro_steps: int,
     on_accelerator: bool,
 ) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that its first step will make."""
@@ -79,5 +78,4 @@ def _work_before_steps(
         meanwhile=bytes_meanwhile(optimizers, masters) if on_accelerator else 0,
         lives=may_live_on_device(optimizers, masters),
     )
-    piece = bytes_of_piece(optimizers, masters) if on_accelerator else 0
-    return replace(work, sum_bytes=work.master_bytes if micro_steps > 1 else 0, piece_bytes=piece)
+    return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)
