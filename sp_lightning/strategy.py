@@ -21,14 +21,13 @@ from sp_lightning.pipeline import Pipeline, Planner, readable_bytes
 from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import Namespace, is_fitting
-from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
+from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, bytes_on_device, nbytes_of, own_all_but_weights
 from sp_lightning.trainer.first_plan import keep_units_on_device
 from sp_lightning.trainer.host_memory import (
     copy_pruned_originals,
     keep_averages_on_host,
     materialize,
     room_for_gradients,
-    state_on_device,
 )
 from sp_lightning.trainer.narrator import CountedCopies, Narrator, ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
@@ -266,7 +265,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @contextmanager
     def _state_stays_without_room(self) -> Iterator[None]:
         """Hide optimizers from Lightning, which moves their state to the host, if the host has no room for that."""
-        optimizers, nbytes = self.optimizers, state_on_device(self.optimizers)
+        optimizers = self.optimizers
+        nbytes = bytes_on_device([optimizer.state for optimizer in optimizers])
         if has_room_for(nbytes):
             yield
             return

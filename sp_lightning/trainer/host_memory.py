@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.optimizers import AdamW
@@ -89,8 +88,9 @@ def copy_pruned_originals(trainer: Any, lightning: Namespace) -> None:
     Lightning makes the copy by moving an original to the device. Weights are on the host, where that is the original
     itself, and training would change it.
     """
-    for callback in [each for each in trainer.callbacks if isinstance(each, lightning.pruning)]:
-        callback._copy_param = partial(_copy_values, type(callback)._copy_param)
+    for callback in trainer.callbacks:
+        if isinstance(callback, lightning.pruning):
+            callback._copy_param = partial(_copy_values, type(callback)._copy_param)
 
 
 def _copy_values(
@@ -213,12 +213,6 @@ def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -
             weight = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             nbytes += count * _nbytes(state_after_dry_step(type(optimizer), [{**group, "params": [weight]}]) or [])
     return nbytes
-
-
-def state_on_device(optimizers: Sequence[Optimizer]) -> int:
-    """Return the bytes of optimizer state that are on a device."""
-    states = [optimizer.state for optimizer in optimizers]
-    return _nbytes([leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor) and leaf.device.type != "cpu"])
 
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:
