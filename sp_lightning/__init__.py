@@ -15,7 +15,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch import nn
 from sp_lightning.arguments import options_among, refuse_unknown
 from sp_lightning.losses import chunked_cross_entropy, loss_in_slices
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.options import ActivationPolicy, CompileOptions, OptimizerPlace, UnitPolicy
+from sp_lightning.pipeline.options import ActivationPolicy, Auto, CompileOptions, OptimizerPlace, UnitPolicy
 from sp_lightning.planning import Assumptions, AutoPlanner, plan
 from sp_lightning.timeline import write_timeline
 
@@ -56,16 +56,16 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
     module: nn.Module,
     device: torch.device | str | None = None,
     *,
-    k: int | Literal["auto"] = "auto",
+    k: int | Auto = "auto",
     k_prime: int = 1,
     memory_budget: int | float | str | None = None,
     units: UnitPolicy | None = None,
     resident: Sequence[str] = (),
     activations: ActivationPolicy = "auto",
-    overlap_optimizer: bool | Literal["auto"] = "auto",
+    overlap_optimizer: bool | Auto = "auto",
     optimizer_on: OptimizerPlace = "auto",
     pin_memory: bool = True,
-    host_threads: int | Literal["auto"] = "auto",
+    host_threads: int | Auto = "auto",
     compile: CompileOptions = False,
     debug: bool = False,
     **unknown: Any,

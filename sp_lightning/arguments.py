@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.constants import default_pg_timeout
 
-from sp_lightning.pipeline.options import ActivationPolicy, CompileOptions, OptimizerPlace, PipelineOptions, UnitPolicy
+from sp_lightning.pipeline.options import (
+    ActivationPolicy,
+    Auto,
+    CompileOptions,
+    OptimizerPlace,
+    PipelineOptions,
+    UnitPolicy,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -59,16 +66,16 @@ class StrategyWithOptions:
     def __init__(
         self,
         *,
-        k: int | Literal["auto"] = "auto",
+        k: int | Auto = "auto",
         k_prime: int = 1,
         memory_budget: int | float | str | None = None,
         units: UnitPolicy | None = None,
         resident: Sequence[str] = (),
         activations: ActivationPolicy = "auto",
-        overlap_optimizer: bool | Literal["auto"] = "auto",
+        overlap_optimizer: bool | Auto = "auto",
         optimizer_on: OptimizerPlace = "auto",
         pin_memory: bool = True,
-        host_threads: int | Literal["auto"] = "auto",
+        host_threads: int | Auto = "auto",
         compile: CompileOptions = False,
         debug: bool = False,
         checkpoint_io: CheckpointIO | None = None,

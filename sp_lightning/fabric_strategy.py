@@ -34,7 +34,7 @@ from sp_lightning.trainer.checkpoint_io import (
     read_from_file,
     state_dict_on_host,
 )
-from sp_lightning.trainer.host_memory import check_optimizer_memory, materialize
+from sp_lightning.trainer.host_memory import materialize, room_for_gradients
 from sp_lightning.trainer.narrator import ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import autocast_of, host_precision
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
@@ -231,7 +231,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         have_limits = all(pipeline.budget is not None for pipeline in self.pipelines)
         may_wait = have_limits and not self.is_distributed and why_not_by_unit(optimizer) is None
-        room = check_optimizer_memory([optimizer], may_wait, self.lightning)
+        room = room_for_gradients([optimizer], may_wait, self.lightning)
         for pipeline in self.pipelines:
             pipeline.waiting.limit(room)
         return optimizer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,14 +21,13 @@ from sp_lightning.pipeline import Pipeline, Planner, readable_bytes
 from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import Namespace, is_fitting
-from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, nbytes_of, own_all_but_weights
+from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, bytes_on_device, nbytes_of, own_all_but_weights
 from sp_lightning.trainer.first_plan import keep_units_on_device
 from sp_lightning.trainer.host_memory import (
-    OptimizerMemory,
     copy_pruned_originals,
     keep_averages_on_host,
     materialize,
-    state_on_device,
+    room_for_gradients,
 )
 from sp_lightning.trainer.narrator import CountedCopies, Narrator, ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
@@ -135,12 +135,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         has_limit = pipeline is not None and pipeline.budget is not None
         nobody_looks = all(plan.gradients_may_wait for plan in plans)
         some_wait = has_limit and nobody_looks and not self.is_distributed
-        memory = OptimizerMemory(self.optimizers, gradients_pass)
-        room = memory.room_for_gradients(some_wait)
-        if room is None and pipeline is not None:
-            room = keep_units_on_device(pipeline, self.optimizers, gradients_pass, some_wait, micro_steps)
-        if room is None:
-            raise self.lightning.misconfiguration(memory.refusal())
+        keep_units = partial(keep_units_on_device, pipeline, self.optimizers, gradients_pass, some_wait, micro_steps)
+        room = room_for_gradients(self.optimizers, some_wait, self.lightning, gradients_pass, or_else=keep_units)
         if pipeline is not None:
             pipeline.waiting.limit(room)
 
@@ -269,7 +265,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @contextmanager
     def _state_stays_without_room(self) -> Iterator[None]:
         """Hide optimizers from Lightning, which moves their state to the host, if the host has no room for that."""
-        optimizers, nbytes = self.optimizers, state_on_device(self.optimizers)
+        optimizers = self.optimizers
+        nbytes = bytes_on_device([optimizer.state for optimizer in optimizers])
         if has_room_for(nbytes):
             yield
             return

@@ -8,7 +8,6 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
@@ -104,11 +103,8 @@ class ConfiguredProgram:
     def _strategy(self, way: Way, reads_gradients: bool) -> PlacedStrategy:
         """Return our strategy of the namespace, which streams in one way."""
         ours = resolve_name(STRATEGIES[self._namespace])
-        names = [option.name for option in fields(PipelineOptions)]
-        options = {name: getattr(way.options, name) for name in names}
-        strategy: PlacedStrategy = type("PlacedStrategy", (PlacedStrategy, ours), {})(**options)
-        strategy.way = way
-        strategy.reads_gradients = reads_gradients
+        placed = {"way": way, "reads_gradients": reads_gradients}
+        strategy: PlacedStrategy = type("PlacedStrategy", (PlacedStrategy, ours), placed)(**vars(way.options))
         return strategy
 
 
@@ -133,14 +129,13 @@ def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide what programs and Lightning print, for a program runs two dozen times."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, _LOGGERS)}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline import Stats, Summary
 from sp_lightning.pipeline.torch_private import parts_of
 
 _ALIGNED = 1024
@@ -31,33 +31,17 @@ class Look(Enum):
 class Counts:
     """Counts of the engine's work in a run."""
 
-    units: int
-    loads: int
-    updates_in_backward: int
-    updates_on_gpu: int
-    units_on_gpu: int
-
-    @classmethod
-    def of(cls, pipeline: Pipeline) -> Counts:
-        """Return the counts of a pipeline."""
-        stats, summary = pipeline.stats, pipeline.summary()
-        return cls(
-            units=summary.units,
-            loads=stats.loads,
-            updates_in_backward=stats.steps_in_backward,
-            updates_on_gpu=stats.visits,
-            units_on_gpu=len(summary.living),
-        )
+    stats: Stats
+    summary: Summary
 
     def __str__(self) -> str:
-        parts = [f"{self.loads} copies of {self.units} units"]
-        if self.updates_in_backward:
-            parts.append(f"{self.updates_in_backward} updates in backward")
-        if self.updates_on_gpu:
-            parts.append(f"{self.updates_on_gpu} updates on the GPU")
-        if self.units_on_gpu:
-            parts.append(f"{self.units_on_gpu} units stay on the GPU")
-        return ", ".join(parts)
+        counts = {
+            "updates in backward": self.stats.steps_in_backward,
+            "updates on the GPU": self.stats.visits,
+            "units stay on the GPU": len(self.summary.living),
+        }
+        parts = [f"{count} {words}" for words, count in counts.items() if count]
+        return ", ".join([f"{self.stats.loads} copies of {self.summary.units} units", *parts])
 
 
 class Label(NamedTuple):
@@ -147,7 +131,7 @@ class Observer:
         self.trace.weight_bytes = sum(weight.nbytes + _ALIGNED for weight in module.parameters())
         pipeline = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
-            self.trace.counts = Counts.of(pipeline)
+            self.trace.counts = Counts(replace(pipeline.stats), pipeline.summary())
 
     def _note_weights(self, module: nn.Module, when: str) -> None:
         for name, weight in module.named_parameters():

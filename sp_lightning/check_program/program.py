@@ -25,6 +25,8 @@ from sp_lightning.pipeline import is_out_of_memory
 _ROUNDING = 1e-2
 """On a GPU, numbers may be this far apart after an update, as a part of the largest of a weight."""
 
+say = partial(print, flush=True)
+
 
 def check_program(arguments: Sequence[str], device: torch.device, steps: int) -> bool:
     """Print a line for each way, and one to paste into an issue; tell whether all have the numbers of plain training.
@@ -83,10 +85,10 @@ class ProgramCheck:
         self._left_out = list(dict.fromkeys(label.what for label in changes))
         self._plain.leave_out(self._left_out)
         steps = self._plain.steps
-        print(f"{self._program.name}, plain training, twice: the same numbers in {steps} steps", flush=True)
+        say(f"{self._program.name}, plain training, twice: the same numbers in {steps} steps")
         if self._left_out:
             names = ", ".join(self._left_out)
-            print(f"Not compared (different in the two plain runs): {names}", flush=True)
+            say(f"Not compared (different in the two plain runs): {names}")
         # this is too little memory for all units to stay on the GPU with gradients and optimizer state
         budget = 3 * self._plain.weight_bytes
         ways = list(all_ways(self._program.options, budget))
@@ -125,23 +127,21 @@ class ProgramCheck:
         """Train in one way, and print a line on its numbers."""
         begin = f"  {way.placement.value:<35} {way.options.activations:<10}"
         look = Look.RESULTS if way.hides_gradients else Look.GRADIENTS
+        verdict = "OTHER NUMBERS"
         try:
             streamed = self._train(way, look, keep=self._plain.values)
             difference = self._difference(way, streamed)
         except Exception as error:  # any error of a program: other ways may not have it
-            difference = f"it raised {type(error).__name__}: {error}"
-            print(f"{begin} FAILED: {difference}", flush=True)
+            verdict, difference = "FAILED", f"it raised {type(error).__name__}: {error}"
+        if difference:
+            say(f"{begin} {verdict}: {difference}")
             self._first_wrong = self._first_wrong or f"{way}: {difference}"
             return False
         counts = streamed.counts
         done = "" if counts is None else way.why_not_placed(counts) or str(counts)
-        if difference:
-            print(f"{begin} OTHER NUMBERS: {difference}", flush=True)
-            self._first_wrong = self._first_wrong or f"{way}: {difference}"
-            return False
         apart = self._rounding(streamed)
         same = f"same but for the optimizer's rounding, {apart:.0e}" if apart else "same bits"
-        print(f"{begin} {same}; {done}", flush=True)
+        say(f"{begin} {same}; {done}")
         return True
 
     def _difference(self, way: Way, streamed: Trace) -> str:

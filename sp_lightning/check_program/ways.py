@@ -45,11 +45,11 @@ class Way:
 
     def why_not_placed(self, counts: Counts) -> str:
         """Say that units could not be placed in this way, if they were not."""
-        if self.placement is Placement.IN_BACKWARD and not counts.updates_in_backward:
+        if self.placement is Placement.IN_BACKWARD and not counts.stats.steps_in_backward:
             return "none was: gradients are read, or updated together"
-        if self.placement is Placement.UPDATED_ON_GPU and not counts.updates_on_gpu:
+        if self.placement is Placement.UPDATED_ON_GPU and not counts.stats.visits:
             return "none was: this optimizer is not updated there"
-        if self.placement is Placement.HALF_STAY and not counts.units_on_gpu:
+        if self.placement is Placement.HALF_STAY and not counts.summary.living:
             return "none did: this optimizer updates weights together"
         return ""
 
@@ -71,21 +71,18 @@ def all_ways(options: PipelineOptions, budget: int) -> Iterator[Way]:
         optimizer_on="auto",
         debug=True,
     )
-    for placement in Placement:
-        given: dict[str, Any] = {}
-        if placement is Placement.AFTER_BACKWARD:
-            given = {"k": window, "optimizer_on": "host"}
-        elif placement is Placement.IN_BACKWARD:
-            given = {"k": 2 * window, "optimizer_on": "host"}
-        elif placement is Placement.CHOSEN:
-            given = {"activations": "auto", "memory_budget": budget, "debug": False}
-            yield Way(placement, replace(common, **given))
-            continue
-        if placement is Placement.CONFIGURED:
-            yield Way(placement, options)
-            continue
+    placed = {
+        Placement.AFTER_BACKWARD: replace(common, k=window, optimizer_on="host"),
+        Placement.IN_BACKWARD: replace(common, k=2 * window, optimizer_on="host"),
+        Placement.UPDATED_ON_GPU: common,
+        Placement.HALF_STAY: common,
+    }
+    for placement, given in placed.items():
         for activations in get_args(ActivationPolicy):
-            yield Way(placement, replace(common, activations=activations, **given))
+            yield Way(placement, replace(given, activations=activations))
+    chosen = replace(common, activations="auto", memory_budget=budget, debug=False)
+    yield Way(Placement.CHOSEN, chosen)
+    yield Way(Placement.CONFIGURED, options)
 
 
 class FixedPlanner(Planner):

@@ -18,7 +18,9 @@ UnitPolicy: TypeAlias = str | type | Sequence[str | type] | Callable[[str, nn.Mo
 Policy: TypeAlias = Literal["keep", "recompute", "offload"]
 """The policy for a unit's saved tensors: they stay on the GPU, are computed again, or wait in CPU memory."""
 
-ActivationPolicy: TypeAlias = Literal[Policy, "auto"]
+Auto: TypeAlias = Literal["auto"]
+
+ActivationPolicy: TypeAlias = Literal[Policy, Auto]
 
 OptimizerPlace: TypeAlias = Literal["auto", "host"]
 """The place where weights are updated, and where their state is: the fastest one, or CPU memory."""
@@ -73,16 +75,16 @@ class PipelineOptions:
         ValueError: If an option has an invalid value.
     """
 
-    k: int | Literal["auto"] = "auto"
+    k: int | Auto = "auto"
     k_prime: int = 1
     memory_budget: int | float | str | None = None
     units: UnitPolicy | None = None
     resident: Sequence[str] = ()
     activations: ActivationPolicy = "auto"
-    overlap_optimizer: bool | Literal["auto"] = "auto"
+    overlap_optimizer: bool | Auto = "auto"
     optimizer_on: OptimizerPlace = "auto"
     pin_memory: bool = True
-    host_threads: int | Literal["auto"] = "auto"
+    host_threads: int | Auto = "auto"
     compile: CompileOptions = False
     debug: bool = False
 
@@ -111,7 +113,7 @@ class PipelineOptions:
                 raise ValueError(f"`{name}={value!r}` must be one of {choices}.")
 
     @property
-    def slots(self) -> int | Literal["auto"]:
+    def slots(self) -> int | Auto:
         """The number of units, of `k_prime` neighbors each, that are on the device at once."""
         return self.k if self.k == "auto" else self.k // self.k_prime
 

@@ -230,7 +230,12 @@ def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 def _has_room_for_copy(state: Any) -> bool:
     """Tell whether the tensors on the device take at most half of the host memory that is free."""
-    return has_room_for(2 * sum(tensor.nbytes for tensor in _tensors_on_device(state)))
+    return has_room_for(2 * bytes_on_device(state))
+
+
+def bytes_on_device(state: Any) -> int:
+    """Return the bytes of all tensors that are on a device."""
+    return sum(tensor.nbytes for tensor in _tensors_on_device(state))
 
 
 def _tensors_on_device(state: Any) -> list[Tensor]:

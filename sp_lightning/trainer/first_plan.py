@@ -27,7 +27,7 @@ from sp_lightning.trainer.host_memory import state_bytes
 
 
 def keep_units_on_device(
-    pipeline: Pipeline,
+    pipeline: Pipeline | None,
     optimizers: Sequence[Optimizer],
     gradients_pass: bool,
     some_may_wait: bool,
@@ -37,9 +37,10 @@ def keep_units_on_device(
 
     Activations are not measured yet, so all other device memory is left to them. None if it does not fit.
     """
+    if pipeline is None or pipeline.processes is not None or pipeline.options.optimizer_on != "auto":
+        return None
     device_room, free = pipeline.budget, available_host_memory()
-    is_free = pipeline.options.optimizer_on == "auto"
-    if device_room is None or free is None or pipeline.processes is not None or not is_free:
+    if device_room is None or free is None:
         return None
     units = [*pipeline.arrangement.units, pipeline.arrangement.resident]
     works = [_work_before_steps(unit, optimizers, pipeline.device.type != "cpu") for unit in units]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.optimizers import AdamW
@@ -89,8 +88,9 @@ def copy_pruned_originals(trainer: Any, lightning: Namespace) -> None:
     Lightning makes the copy by moving an original to the device. Weights are on the host, where that is the original
     itself, and training would change it.
     """
-    for callback in [each for each in trainer.callbacks if isinstance(each, lightning.pruning)]:
-        callback._copy_param = partial(_copy_values, type(callback)._copy_param)
+    for callback in trainer.callbacks:
+        if isinstance(callback, lightning.pruning):
+            callback._copy_param = partial(_copy_values, type(callback)._copy_param)
 
 
 def _copy_values(
@@ -146,59 +146,46 @@ class _OwnBuffers:
             buffer.copy_(kept)
 
 
-class OptimizerMemory:
-    """The host memory that optimizers take for state that they have yet to make, and for gradients.
-
-    It is checked before the first step makes any: if memory runs out, the system ends the process without an error.
-
-    Args:
-        optimizers: The optimizers, before their first step.
-        gradients_pass: Whether gradients are used as they come, and never wait for all others.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], gradients_pass: bool) -> None:
-        share = _PASSING if gradients_pass else 1.0
-        trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
-        self._names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-        self._free = available_host_memory()
-        self._gradients = int(share * _nbytes(trained))
-        self._state = sum(map(state_bytes, optimizers))
-
-    def room_for_gradients(self, some_may_wait: bool) -> float | None:
-        """Return the memory that gradients may take besides the state: infinite if all fit, None if too few do.
-
-        With `some_may_wait`, gradients may wait on the device if there is room.
-        """
-        if self._free is None or self._gradients + self._state <= self._free:
-            return math.inf
-        if some_may_wait and _PASSING * self._gradients + self._state <= self._free:
-            return self._free - self._state
-        return None
-
-    def refusal(self) -> str:
-        """Return the message if they do not fit."""
-        return (
-            f"{self._names} would keep {readable_bytes(self._state)} of optimizer state in CPU memory, and "
-            f"{readable_bytes(self._gradients)} of gradients, but only {readable_bytes(self._free or 0)} are free. Use "
-            "a machine with more memory, freeze weights, or use `sp_lightning.optim.AdamW(moments='int8')` with "
-            "`precision='bf16-true'`, which needs half as much as AdamW in FP32; `sp-lightning plan` shows what fits."
-        )
-
-
-def check_optimizer_memory(
+def room_for_gradients(
     optimizers: Sequence[Optimizer],
     some_may_wait: bool,
     lightning: FabricNamespace,
+    gradients_pass: bool = False,
+    or_else: Callable[[], float | None] = lambda: None,
 ) -> float:
-    """Return the host memory that gradients may take, which wait for each other; infinite if all of them fit.
+    """Return the host memory that gradients may take besides the state of optimizers; infinite if all of them fit.
+
+    It is checked before the first step makes any state: if memory runs out, the system ends the process without an
+    error.
+
+    Args:
+        optimizers: The optimizers, before their first step.
+        some_may_wait: Whether gradients may wait on the device if there is room.
+        lightning: The namespace whose error is raised.
+        gradients_pass: Whether gradients are used as they come, and never wait for all others.
+        or_else: Makes room, and returns it, where there is too little; None if it cannot.
 
     Raises:
         MisconfigurationException: Gradients and optimizer state do not fit.
     """
-    memory = OptimizerMemory(optimizers, gradients_pass=False)
-    room = memory.room_for_gradients(some_may_wait)
+    share = _PASSING if gradients_pass else 1.0
+    trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
+    free = available_host_memory()
+    gradients = int(share * _nbytes(trained))
+    state = sum(map(state_bytes, optimizers))
+    if free is None or gradients + state <= free:
+        return math.inf
+    if some_may_wait and _PASSING * gradients + state <= free:
+        return free - state
+    room = or_else()
     if room is None:
-        raise lightning.misconfiguration(memory.refusal())
+        names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+        raise lightning.misconfiguration(
+            f"{names} would keep {readable_bytes(state)} of optimizer state in CPU memory, and "
+            f"{readable_bytes(gradients)} of gradients, but only {readable_bytes(free)} are free. Use "
+            "a machine with more memory, freeze weights, or use `sp_lightning.optim.AdamW(moments='int8')` with "
+            "`precision='bf16-true'`, which needs half as much as AdamW in FP32; `sp-lightning plan` shows what fits."
+        )
     return room
 
 
@@ -226,12 +213,6 @@ def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -
             weight = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             nbytes += count * _nbytes(state_after_dry_step(type(optimizer), [{**group, "params": [weight]}]) or [])
     return nbytes
-
-
-def state_on_device(optimizers: Sequence[Optimizer]) -> int:
-    """Return the bytes of optimizer state that are on a device."""
-    states = [optimizer.state for optimizer in optimizers]
-    return _nbytes([leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor) and leaf.device.type != "cpu"])
 
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:
