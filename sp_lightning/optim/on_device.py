@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_lightning.optim.layout import GROUP
 from sp_lightning.optim.one_kernel import is_possible, run_as_one_kernel
-from sp_lightning.optim.rules import Memory, Pass, Rule, Scaling
+from sp_lightning.optim.rules import Memory, Pass, Scaling
 
 PIECE = 1 << 23
 """Elements that are stepped at once, a multiple of `BLOCK`."""
@@ -56,20 +56,16 @@ class Effort(NamedTuple):
             nbytes = 19 if has_codes else 30
             return cls(2, nbytes if has_halves else 21)
         if has_codes:
-            return cls(47, 301) if has_halves else cls(38, 233)
-        return cls(22, 161) if has_halves else cls(7, 52)
+            return cls(55, 383) if has_halves else cls(41, 261)
+        return cls(27, 215) if has_halves else cls(7, 52)
 
 
 @torch.no_grad()
 def step_on_device(step: Pass) -> None:
     """Run a pass, in pieces."""
-    if step.joined:
-        _step(step)
-        return
     for begin, end in whole_and_rest(step.memory.weight.numel()):
         for start in range(begin, end, PIECE):
-            part = part_of(step.memory, start, min(start + PIECE, end))
-            _step(step._replace(memory=part, begin=step.begin + start))
+            _step(step._replace(memory=part_of(step.memory, start, min(start + PIECE, end))))
 
 
 def together(steps: Sequence[Pass]) -> list[Pass]:
@@ -125,8 +121,7 @@ def _joined(row: Sequence[Pass]) -> Pass:
         if name != "gradient" and tensors[0] is not None:
             whole[name] = tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
     gradient = torch.cat([flat(step.memory.gradient) for step in row])
-    ranges = tuple((step.begin, step.memory.weight.numel()) for step in row)
-    return row[0]._replace(memory=first._replace(gradient=gradient, **whole), joined=ranges)
+    return row[0]._replace(memory=first._replace(gradient=gradient, **whole))
 
 
 def part_of(memory: Memory, begin: int, end: int) -> Memory:
@@ -140,30 +135,16 @@ def part_of(memory: Memory, begin: int, end: int) -> Memory:
 def _step(step: Pass) -> None:
     # torch's optimizers keep torch's bits; an update of one moment is a few operations anyway
     may_be_one = "moments" in step.group and step.update.moments == 2 and step.memory.weight.numel() % GROUP == 0
-    if may_be_one and run_as_one_kernel(step, operate):
-        return
-    by_torch = partial(step.update.by_torch, step.group, step.step)
-    _operate(step.memory, step.scaling, _Parts(by_torch, partial(_random, step), _through_bf16))
+    seed = torch.tensor(step.seed - (1 << 31), dtype=torch.int32, device="cpu")
+    if not (may_be_one and run_as_one_kernel(step, operate, seed)):
+        operate(step.memory, step.scaling, partial(step.update.by_torch, step.group, step.step), seed)
 
 
-def operate(memory: Memory, rule: Rule, scaling: Scaling, seed: Tensor) -> None:
-    """Run a pass by operations that can be compiled to one kernel."""
-    _operate(memory, scaling, _Parts(partial(_by_rule, rule), partial(_noise, seed), _to_bf16))
-
-
-class _Parts(NamedTuple):
-    """The operations of a pass that differ if they are to be one kernel."""
-
-    update: Callable[..., None]
-    noise: Callable[[Tensor], Tensor]
-    to_bf16: Callable[[Tensor], Tensor]
-
-
-def _operate(memory: Memory, scaling: Scaling, parts: _Parts) -> None:
+def operate(memory: Memory, scaling: Scaling, update: Callable[..., None], seed: Tensor) -> None:
     """Read a piece, update its weights and moments in place, in fp32, and write it."""
     weight = memory.weight
     in_bf16 = weight.dtype == memory.gradient.dtype == torch.bfloat16
-    gradient = scaled(memory.gradient, scaling, parts.to_bf16 if in_bf16 else None)
+    gradient = scaled(memory.gradient, scaling, in_bf16)
     kept = [(memory.first, memory.first_scale), (memory.second, memory.second_scale)]
     kept = kept[: 1 if memory.second is None else 2]
     moments = [moment.float() if scales is None else unpack(moment, scales) for moment, scales in kept]
@@ -172,7 +153,7 @@ def _operate(memory: Memory, scaling: Scaling, parts: _Parts) -> None:
     master = load_weight(weight, memory.low, moments[-1] if has_ties else None)
     if has_ties:
         moments[-1].abs_()
-    parts.update(master, gradient, *moments)
+    update(master, gradient, *moments)
     del gradient  # its memory is needed, see BYTES_MEANWHILE
     if memory.copy is not None:
         memory.copy.copy_(master)
@@ -181,50 +162,22 @@ def _operate(memory: Memory, scaling: Scaling, parts: _Parts) -> None:
         moments[-1].view(torch.int32).add_(was_up, alpha=-(1 << 31))
     for (moment, scales), value in zip(kept, moments, strict=True):
         if scales is not None:
-            pack(moment, scales, value, parts.noise)
+            pack(moment, scales, value, seed)
         elif value is not moment:
             moment.copy_(value)
-
-
-def _by_rule(rule: Rule, weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
-    """Make a step in place by the operations of torch's fused kernels."""
-    gradient = gradient + rule.penalty * weight
-    change, rate = gradient - first, rule.first_rate
-    first.copy_(torch.where(rate < 0.5, first + rate * change, gradient - (1 - rate) * change))
-    second.mul_(rule.second_decay).add_(rule.second_rate * gradient * gradient)
-    divisor = second.sqrt() / rule.correction + rule.eps
-    weight.mul_(rule.decay).sub_(rule.lr * first / divisor)
-
-
-def _noise(seed: Tensor, rows: Tensor) -> Tensor:
-    """Return a number between -1 and 0 for each element, which depends on its value and on the step."""
-    return (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
-
-
-def _random(step: Pass, rows: Tensor) -> Tensor:
-    """Return a number between -1 and 0 for each element, which depends on its place in its weight alone."""
-    below = torch.empty_like(rows)
-    parts = torch.split(below.view(-1), [size for _, size in step.ranges])
-    for (begin, _), part in zip(step.ranges, parts, strict=True):
-        part.uniform_(generator=torch.Generator(rows.device).manual_seed(step.seed + begin))
-    return below.sub_(1)
 
 
 # ------------------------------------------------------------------------------------------ gradients and masters
 
 
-def scaled(gradient: Tensor, scaling: Scaling, to_bf16: Callable[[Tensor], Tensor] | None) -> Tensor:
+def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
     """Return a gradient in fp32, scaled, and each time rounded. It may be the argument itself, which is only read."""
     g = gradient.float()
-    for factor in (scaling.factor, scaling.then):
+    for factor in scaling:
         if isinstance(factor, Tensor) or factor != 1:
             g = g * factor
-            g = g if to_bf16 is None else to_bf16(g)
+            g = _to_bf16(g) if in_bf16 else g
     return g
-
-
-def _through_bf16(numbers: Tensor) -> Tensor:
-    return numbers.bfloat16().float()
 
 
 def _to_bf16(numbers: Tensor) -> Tensor:
@@ -281,7 +234,7 @@ def unpack(moment: Tensor, scales: Tensor) -> Tensor:
     return value
 
 
-def pack(moment: Tensor, scales: Tensor, value: Tensor, noise: Callable[[Tensor], Tensor]) -> None:
+def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: Tensor) -> None:
     """Write a moment in codes: of whole groups, or of one that is not whole. Its value is overwritten."""
     rows, codes = value.view(scales.shape[0], -1), moment.view(scales.shape[0], -1)
     if moment.dtype == torch.uint8:
@@ -290,12 +243,17 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, noise: Callable[[Tensor]
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
         # at random up or down; values below the first code become the first one
-        codes.copy_(rows.mul_(factor[:, None]).add_(noise(rows)).clamp_(min=0))
+        codes.copy_(rows.mul_(factor[:, None]).add_(_noise(rows, seed)).clamp_(min=0))
     else:
         divisor = rows.abs()
         torch.amax(divisor, 1, out=scales)
         divisor.add_(scales.masked_fill(scales == 0, 1)[:, None])
         codes.copy_(torch.mul(rows, 254).div_(divisor).round_())
+
+
+def _noise(rows: Tensor, seed: Tensor) -> Tensor:
+    """Return a number between -1 and 0 for each element, which depends on its value and on the step."""
+    return (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
 
 
 # -------------------------------------------------------------------------------------------------------------- ranges

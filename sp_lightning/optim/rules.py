@@ -161,13 +161,6 @@ class Pass(NamedTuple):
     memory: Memory
     scaling: Scaling = NO_SCALING
     begin: int = 0  # the first element of the range, a multiple of `BLOCK`
-    # if several weights' ranges are one behind the other: for each, its begin in its weight, and its elements
-    joined: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The begin of each weight's range in the weight, and the number of its elements."""
-        return self.joined or ((self.begin, self.memory.weight.numel()),)
 
     @property
     def seed(self) -> int:

@@ -115,10 +115,7 @@ def compare(
     device: torch.device,
     is_one: bool = False,
 ) -> None:
-    """Take some steps both ways, with gradients in both dtypes; on the CPU torch's own step has the kernels' bits.
-
-    If each is to be one kernel, factors are numbers.
-    """
+    """Take some steps both ways, with gradients in both dtypes; on the CPU torch's own step has the kernels' bits."""
     is_near = options["moments"] == "int8" or device.type != "cpu" or is_one
     optimizer, weight = begun(cls, dtype, {"lr": 1e-2, **options}, is_near)
     copy = torch.zeros(SIZE, dtype=torch.bfloat16) if dtype == torch.float32 else None
@@ -131,11 +128,9 @@ def compare(
         if ours is None or is_near:
             ours = moved(step.memory, device)
         ours = ours._replace(gradient=gradient.to(device))
-        # as tensors, which nobody waits for
-        factors = step.scaling if is_one else [torch.tensor(float(each), device=device) for each in step.scaling]
         run([step])
         with never_waiting(device):
-            step_on_device(step._replace(memory=ours, scaling=Scaling(*factors)))
+            step_on_device(step._replace(memory=ours))
         if is_near:
             assert_near(ours, step.memory, few=1e-4 * is_one)
         else:

@@ -54,11 +54,12 @@ def test_one_kernel_takes_any_number_of_groups_anywhere(monkeypatch: pytest.Monk
         passes._run_kernels(expected)
         (step,) = on_device.together(steps)
         with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-            assert one_kernel.run_as_one_kernel(step, on_device.operate)
+            step_on_device(step)
         moved = memory.second.int() - by_kernels.second.int()
         assert abs(moved.float().mean()) < 3 * len(moved) ** -0.5, "the noise is even"
         assert_near(memory, by_kernels)
     assert len(compiled) <= 1
+    assert not one_kernel._WITHOUT
 
 
 def test_without_a_compiler_torchs_operations_update(
