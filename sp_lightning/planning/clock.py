@@ -136,7 +136,6 @@ class _Pass:
     def _slowed(self) -> float:
         """Return how much longer computing takes because copies and updates take some of the device's memory."""
         computing = sum(unit.forward_seconds + unit.backward_seconds for unit in self._units)
-        computing += sum(way.repeating for way in self._ways)
         moved = sum(self._gradients) + 2 * sum(self._leaving)
         for number, unit in self._kept_on_host.items():
             moved += unit.weight_bytes * (1 + self._workload.trains) * self._streams[number]
@@ -170,8 +169,8 @@ class _Pass:
                 if self._leaving[number]:
                     arrived = self.up.move(self._leaving[number], begun)
                 begun = max(self._compute.free, arrived)
-                seconds = self._ways[number].repeating + unit.backward_seconds
-                self._compute.move(self._slower * seconds, arrived)
+                seconds = self._ways[number].repeating + self._slower * unit.backward_seconds
+                self._compute.move(seconds, arrived)
             self._come[number] = self._compute.free
             if self._gradients[number]:
                 self._compute.move(0.0, sent[-STAGING_BUFFERS])
