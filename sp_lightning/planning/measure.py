@@ -139,7 +139,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)
 
 
-def _with_sums(work: UnitWork, micro_steps: int) -> UnitWork:
+def with_sums(work: UnitWork, micro_steps: int) -> UnitWork:
     """Return a unit's work with the host memory that sums of its gradients take."""
     return replace(work, sum_bytes=work.master_bytes) if micro_steps > 1 else work
 
@@ -208,14 +208,14 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
             stepping = "in backward"
     units = [
         replace(
-            _with_sums(measured_work(engine, unit, measured.trains), micro_steps),
+            with_sums(measured_work(engine, unit, measured.trains), micro_steps),
             forward_seconds=fastest[Kind.FORWARD, False, unit.name],
             backward_seconds=fastest[Kind.BACKWARD, True, unit.name],
             ways=ways,
         )
         for unit, ways in zip(in_order, _ways_of_units(engine, recording, fastest, machine), strict=True)
     ]
-    resident = _with_sums(measured_work(engine, engine.arrangement.resident, measured.trains), micro_steps)
+    resident = with_sums(measured_work(engine, engine.arrangement.resident, measured.trains), micro_steps)
     always_on_device = () if engine.first_plan is None else engine.first_plan.on_device
     staying = (number for number, unit in enumerate((*units, resident)) if unit.name in always_on_device)
     add_seconds = _seconds(_of_kind(recording.spans, Kind.ADD)) / max(1, len(steps) - measured.optimizer_steps)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Pipeline, WindowPlan, available_host_memory
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.planning.measure import may_live_on_device, work_of
+from sp_lightning.planning.measure import may_live_on_device, with_sums, work_of
 from sp_lightning.planning.memory import (
     bytes_meanwhile,
     bytes_of_piece,
@@ -81,4 +81,4 @@ def _work_before_steps(
         lives=may_live_on_device(optimizers, masters),
     )
     piece = bytes_of_piece(optimizers, masters) if on_accelerator else 0
-    return replace(work, sum_bytes=work.master_bytes if micro_steps > 1 else 0, piece_bytes=piece)
+    return with_sums(replace(work, piece_bytes=piece), micro_steps)
