@@ -57,7 +57,6 @@ class _Trained(NamedTuple):
 
 def check(device: torch.device) -> bool:
     """Print a line for each way, and one to paste into an issue; tell whether all of them train as plain training."""
-    machine = "the CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     on_cpu = {"k": 2, "optimizer_on": "host"}
     ways: dict[str, dict[str, Any]] = {
         "updated on the CPU": on_cpu,
@@ -86,8 +85,14 @@ def check(device: torch.device) -> bool:
         print(f"{lost} of {_UPLOADS} copies from pinned memory arrived on the GPU with other bytes: see docs/limits.md")
         wrong.append("copies from pinned memory")
     outcome = f"wrong: {', '.join(wrong)}" if wrong else "the numbers of plain training in all ways"
-    print(f"\nsp-lightning {version('sp_lightning')}, torch {torch.__version__}, {machine}: {outcome}")
+    print(f"\n{versions_and_machine(device)}: {outcome}")
     return not wrong
+
+
+def versions_and_machine(device: torch.device) -> str:
+    """Return the words with which the last line begins, the one to paste into an issue."""
+    machine = "the CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    return f"sp-lightning {version('sp_lightning')}, torch {torch.__version__}, {machine}"
 
 
 def lost_uploads(backend: Backend, device: torch.device) -> int:

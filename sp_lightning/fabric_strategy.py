@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,6 +38,7 @@ from sp_lightning.trainer.host_memory import materialize, room_for_gradients
 from sp_lightning.trainer.narrator import ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import autocast_of, host_precision
 from sp_lightning.trainer.processes import Meetings, ProcessesMixin
+from sp_lightning.trainer.steps import step_of_all
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import Precision
@@ -238,13 +239,9 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Open a step of all models, for code that uses their weights before any model is called in it."""
-        with ExitStack() as scopes:
-            for pipeline in self.pipelines:
-                scopes.enter_context(pipeline.step())
-            yield
+        return step_of_all(self.pipelines)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass, with which the step ends, unless the pass keeps its graph."""

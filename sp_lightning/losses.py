@@ -156,8 +156,7 @@ class _TokenLosses(torch.autograd.Function):
                     grad_weight[part.rows] = lowered.t() @ hidden
                 if grad_hidden is not None:
                     grad_hidden += lowered @ part.weight
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden.dtype)
+        # autograd casts the sum in fp32 to the dtype of `hidden`
         return grad_hidden, grad_weight, grad_bias, None, None
 
 

@@ -32,6 +32,7 @@ from torch import nn
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.planning import AutoPlanner
+from sp_lightning.trainer.steps import step_of_all
 
 
 class SuperpipelineTrainerMixin:
@@ -108,20 +109,13 @@ class SuperpipelineTrainerMixin:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the Trainer's step, in which a loss may use weights outside of their modules."""
-        with self._streamed_step():
+        with step_of_all(self.pipelines):
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the Trainer's step of an evaluation or a prediction."""
-        with self._streamed_step():
+        with step_of_all(self.pipelines):
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-
-    @contextmanager
-    def _streamed_step(self) -> Iterator[None]:
-        with ExitStack() as steps:
-            for pipeline in self.pipelines:
-                steps.enter_context(pipeline.step())
-            yield
 
     @contextmanager
     def _while_streaming(self) -> Iterator[None]:
@@ -181,7 +175,6 @@ def __getattr__(name: str) -> Any:
     try:
         base = getattr(import_module(package), trainer)
     except ImportError as error:
-        remedy = "`pip install 'sp-lightning[trl]'`"
-        raise ImportError(f"`{name}` needs {package}: {remedy}.") from error
+        raise ImportError(f"`{name}` needs {package}: `pip install 'sp-lightning[trl]'`.") from error
     made = globals()[name] = type(name, (SuperpipelineTrainerMixin, base), {"__module__": __name__})
     return made

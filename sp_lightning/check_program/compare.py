@@ -41,16 +41,14 @@ def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
 
 def describe_difference(plain: Tensor | None, streamed: Tensor | None) -> str:
     """Say by how much a number differs."""
+    if not relative_difference(plain, streamed):
+        return "differs, but not every time"
     if plain is None or streamed is None:
-        if plain is streamed:
-            return "differs, but not every time"
         missing = "plain" if plain is None else "streamed"
         return f"differs: {missing} training has none"
     if plain.shape != streamed.shape:
         return f"differs: its shape is {tuple(streamed.shape)}, not {tuple(plain.shape)}"
     apart = _largest_difference(plain, streamed)
-    if apart == 0:
-        return "differs, but not every time"
     return f"differs by up to {apart:.1e} (largest value {_largest(plain):.1e})"
 
 

@@ -63,8 +63,8 @@ class ConfiguredProgram:
         strategy = asked.get("strategy")
         ours = isinstance(strategy, SuperpipelineMixin)
         self.options: PipelineOptions = strategy.options if ours else PipelineOptions()
-        lightning = resolve_name(STRATEGIES[namespace]).lightning
-        self.misconfiguration: type[Exception] = lightning.misconfiguration
+        self._strategy_class = resolve_name(STRATEGIES[namespace])
+        self.misconfiguration: type[Exception] = self._strategy_class.lightning.misconfiguration
         model = self._cli.model
         self.name = type(model).__name__
         is_overridden = resolve_name(f"{namespace}.utilities.model_helpers:is_overridden")
@@ -102,9 +102,9 @@ class ConfiguredProgram:
 
     def _strategy(self, way: Way, reads_gradients: bool) -> PlacedStrategy:
         """Return our strategy of the namespace, which streams in one way."""
-        ours = resolve_name(STRATEGIES[self._namespace])
         placed = {"way": way, "reads_gradients": reads_gradients}
-        strategy: PlacedStrategy = type("PlacedStrategy", (PlacedStrategy, ours), placed)(**vars(way.options))
+        bases = (PlacedStrategy, self._strategy_class)
+        strategy: PlacedStrategy = type("PlacedStrategy", bases, placed)(**vars(way.options))
         return strategy
 
 

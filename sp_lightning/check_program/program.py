@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from functools import partial
-from importlib.metadata import version
 
 import torch
 
+from sp_lightning.check import versions_and_machine
 from sp_lightning.check_program.compare import (
     describe_difference,
     differences,
@@ -44,11 +44,7 @@ def check_program(arguments: Sequence[str], device: torch.device, steps: int) ->
     make = partial(ConfiguredProgram, arguments=arguments, device=device, steps=steps)
     program = in_the_namespace_of_the_model(make)
     is_right, outcome = ProgramCheck(program, device).run()
-    machine = "the CPU"
-    if device.type != "cpu":
-        machine = torch.get_device_module(device).get_device_name(device)
-    ours = f"sp-lightning {version('sp_lightning')}"
-    print(f"\n{ours}, torch {torch.__version__}, {machine}, {program.name}: {outcome}")
+    print(f"\n{versions_and_machine(device)}, {program.name}: {outcome}")
     return is_right
 
 

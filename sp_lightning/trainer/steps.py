@@ -8,7 +8,7 @@ backward is right only where there are none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,15 @@ class SteppingPlan:
         if self.why_not_in_backward is None:
             return f"{name} steps each unit in backward, as soon as its gradients are complete."
         return f"{name} steps unit by unit under the next forward: {self.why_not_in_backward}."
+
+
+@contextmanager
+def step_of_all(pipelines: Iterable[Pipeline]) -> Iterator[None]:
+    """Open a step of several models, for code that may use their weights before any of them is called."""
+    with ExitStack() as scopes:
+        for pipeline in pipelines:
+            scopes.enter_context(pipeline.step())
+        yield
 
 
 class StepsMixin(StrategyPart):
