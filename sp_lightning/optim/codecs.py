@@ -172,25 +172,18 @@ def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any) -> A
 
 
 @jit
-def pack(memory: Memory, staged: Any, size: Any, key: Any) -> None:
-    """Write a group in codes: first moments, and the roots of second ones."""
+def pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
+    """Write a group in codes: first moments, and the roots of second ones, if there are any."""
     first_scale, second_scale = _scale_of(staged[0], size), _scale_of(staged[1], size)
     memory.first_scale[0] = first_scale
-    memory.second_scale[0] = second_scale
+    if kind.second > 0:
+        memory.second_scale[0] = second_scale
     for i in range(size):  # one loop for both: while it divides for one, it computes the other
         memory.first[i] = I8(encode_signed(staged[0][i], first_scale))
-        second = encode_positive(staged[1][i], second_scale, noise(key, i))
-        # they are in this range, but AVX2 packs values that saturate in fewer operations
-        memory.second[i] = U8(min(max(second, I32(0)), I32(255)))
-
-
-@jit
-def pack_first(memory: Memory, staged: Any, size: Any) -> None:
-    """Write a group of first moments in codes, which have no second ones."""
-    scale = _scale_of(staged, size)
-    memory.first_scale[0] = scale
-    for i in range(size):
-        memory.first[i] = I8(encode_signed(staged[i], scale))
+        if kind.second > 0:
+            second = encode_positive(staged[1][i], second_scale, noise(key, i))
+            # they are in this range, but AVX2 packs values that saturate in fewer operations
+            memory.second[i] = U8(min(max(second, I32(0)), I32(255)))
 
 
 @jit

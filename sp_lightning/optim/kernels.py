@@ -38,7 +38,6 @@ from sp_lightning.optim.codecs import (
     load_weight,
     noise,
     pack,
-    pack_first,
     pointer_to,
     scaled,
     space,
@@ -84,22 +83,23 @@ def _step_block(
     kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, key: Any
 ) -> None:  # fmt: skip
     staged = space(), space()
+    has_second = kind.second > 0
     m_scale = memory.first_scale[0] if kind.is_coded else F32(0)
-    v_scale = memory.second_scale[0] if kind.is_coded and kind.has_second else F32(0)
-    has_ties = kind.has_second and not kind.is_coded  # see [Note: ties]
+    v_scale = memory.second_scale[0] if kind.is_coded and has_second else F32(0)
+    has_ties = has_second and not kind.is_coded  # see [Note: ties]
     for i in range(size):
         g = load(memory.gradient, kind.gradient, i)
         g = scaled(g, scaling, kind.is_scaled, kind.weight == 2 and kind.gradient == 2)
         if kind.is_coded:
             m = decode_signed(memory.first[i], m_scale)
-            v = decode_positive(memory.second[i], v_scale) if kind.has_second else F32(0)
+            v = decode_positive(memory.second[i], v_scale) if has_second else F32(0)
         else:
-            m = load(memory.first, kind.moment, i)
-            v = load(memory.second, kind.moment, i) if kind.has_second else F32(0)
+            m = load(memory.first, kind.first, i)
+            v = load(memory.second, kind.second, i) if has_second else F32(0)
         was_up = U32(bits_of(v) >> U32(31)) if has_ties else U32(1)
         v = abs(v)
         p = load_weight(kind, memory, i, was_up)
-        if kind.has_second:
+        if has_second:
             p, m, v = _adam(kind, rule, p, g, m, v, tail)
         else:
             p, m = _lion(rule, p, g, m)
@@ -111,13 +111,11 @@ def _step_block(
             staged[0][i] = m
             staged[1][i] = np.sqrt(v)  # the update has computed this root already
         else:
-            store(memory.first, kind.moment, i, m)
-            if kind.has_second:
-                store(memory.second, kind.moment, i, float_of(bits_of(v) | U32(up << U32(31))))
-    if kind.is_coded and kind.has_second:
-        pack(memory, staged, size, key)
-    elif kind.is_coded:
-        pack_first(memory, staged[0], size)
+            store(memory.first, kind.first, i, m)
+            if has_second:
+                store(memory.second, kind.second, i, float_of(bits_of(v) | U32(up << U32(31))))
+    if kind.is_coded:
+        pack(kind, memory, staged, size, key)
 
 
 _SIGNATURE = types.void(
@@ -149,7 +147,7 @@ def kernel_of(kind: Kind) -> Any:
     """Return the loop of a kind, which steps a range of a weight."""
     number = {4: F32, 2: U16, 0: U16}
     weight, gradient, copy = number[kind.weight], number[kind.gradient], number[kind.copy]
-    first, second = (I8, U8) if kind.is_coded else (number[kind.moment],) * 2
+    first, second = (I8, U8) if kind.is_coded else (number[kind.first], number[kind.second])
     lanes = 2 * LANES if kind.weight == 2 and kind.low == 0 else LANES
 
     def step(rule: Rule, scaling: Scaling, row: Any, begin: Any, end: Any, seed: Any) -> None:
@@ -165,8 +163,8 @@ def kernel_of(kind: Kind) -> Any:
                 carray(pointer_to(row[0] + kind.weight * start), size, weight),
                 carray(pointer_to(row[1] + kind.low * start), size, U16),
                 carray(pointer_to(row[2] + kind.gradient * start), size, gradient),
-                carray(pointer_to(row[3] + kind.moment * start), size, first),
-                carray(pointer_to(row[4] + kind.moment * start), size, second),
+                carray(pointer_to(row[3] + kind.first * start), size, first),
+                carray(pointer_to(row[4] + kind.second * start), size, second),
                 carray(pointer_to(row[5] + kind.copy * start), size, copy),
                 carray(pointer_to(row[6] + group), 1, F32),
                 carray(pointer_to(row[7] + group), 1, F32),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.layout import GROUP, flat
 from sp_lightning.optim.one_kernel import is_possible, run_as_one_kernel
 from sp_lightning.optim.rules import Memory, Pass, Scaling
 
@@ -114,14 +114,13 @@ def _is_neighbor(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _joined(row: Sequence[Pass]) -> Pass:
     """Return one pass over all of these, which are one behind the other in memory."""
-    first = row[0].memory
-    whole: dict[str, Tensor] = {}
-    for name in Memory._fields:
-        tensors = [getattr(step.memory, name) for step in row]
-        if name != "gradient" and tensors[0] is not None:
-            whole[name] = tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
     gradient = torch.cat([flat(step.memory.gradient) for step in row])
-    return row[0]._replace(memory=first._replace(gradient=gradient, **whole))
+    in_place = zip(*[step.memory._replace(gradient=None) for step in row], strict=True)
+    whole = [
+        None if tensors[0] is None else tensors[0].as_strided((sum(map(Tensor.numel, tensors)),), (1,))
+        for tensors in in_place
+    ]
+    return row[0]._replace(memory=Memory(*whole)._replace(gradient=gradient))
 
 
 def part_of(memory: Memory, begin: int, end: int) -> Memory:
@@ -257,11 +256,6 @@ def _noise(rows: Tensor, seed: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------------- ranges
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor without gaps, in their order in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def groups_in(begin: int, end: int) -> slice:

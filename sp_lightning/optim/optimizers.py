@@ -75,8 +75,7 @@ class AdamW(Optimizer):
             raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
         passes: list[Pass] = []
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            works = [Work(p, p.grad, self.state[p]) for p in params]
+            works = [Work(p, p.grad, self.state[p]) for p in group["params"] if p.grad is not None]
             passes += passes_of(self.update, group, works)
         run(passes)
         increment_version(stepped)

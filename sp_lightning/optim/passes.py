@@ -26,6 +26,7 @@ from sp_lightning.optim.layout import (
     State,
     count_in,
     fills_memory,
+    flat,
     laid_like,
     lies_like,
     make_state,
@@ -95,11 +96,8 @@ def _check(memory: Memory) -> None:
 
 def run(passes: Sequence[Pass]) -> None:
     """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
-    on_host: list[Pass] = []
-    on_device: list[Pass] = []
-    for step in passes:
-        (on_host if step.memory.weight.device.type == "cpu" else on_device).append(step)
-    for step in together(on_device):
+    on_host = [step for step in passes if step.memory.weight.is_cpu]
+    for step in together([step for step in passes if not step.memory.weight.is_cpu]):
         step_on_device(step)
     if on_host:
         _run_kernels(list(map(_without_fp16, on_host)))
@@ -213,6 +211,5 @@ def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if strides != {total.stride()} or not fills_memory(total):
         yield total, *gradients
         return
-    flat = [tensor.as_strided((total.numel(),), (1,)) for tensor in (total, *gradients)]
     size = _RANGE * torch.get_num_threads()
-    yield from zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
+    yield from zip(*(torch.split(flat(tensor), size) for tensor in (total, *gradients)), strict=True)

@@ -86,16 +86,13 @@ class SignUpdate(Update):
 
     def rule(self, group: dict[str, Any], step: float) -> Rule:
         """Return the numbers of a step."""
-        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-        decay = 1 - lr * float(group["weight_decay"])
-        exact = Rule(lr, decay, penalty=0, first_rate=1 - beta1, second_decay=beta2, second_rate=1 - beta2,
-                     correction=beta1, eps=0)  # fmt: skip
-        return Rule(*map(np.float32, exact))
+        lr, beta1 = np.float32(float(group["lr"])), np.float32(float(group["betas"][0]))
+        return super().rule(group, step)._replace(lr=lr, correction=beta1)  # neither of them is corrected
 
     def by_torch(self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
         """Make a step in place by torch's operations, each of which rounds once, as the kernel does."""
         (first,) = moments
-        rule = Rule(*map(float, self.rule(group, step)))
+        rule = self.rule(group, step)
         direction = (first * rule.correction).add_(gradient * rule.first_rate).sign_()
         weight.mul_(rule.decay).sub_(direction.mul_(rule.lr))
         first.mul_(rule.second_decay).add_(gradient * rule.second_rate)
@@ -133,23 +130,20 @@ class Kind(NamedTuple):
     weight: int
     low: int
     gradient: int
-    moment: int
+    first: int
+    second: int  # without it, the kernel is Lion's
     copy: int
-    has_second: bool = True  # else it is Lion's
 
     @classmethod
     def of(cls, rule: Rule, scaling: Scaling, memory: Memory) -> Kind:
         """Return the kind of the kernel that makes a step."""
-        weight, low, gradient, moment, _, copy = (
-            0 if tensor is None else tensor.itemsize for tensor in memory[:6]
-        )  # fmt: skip
         flags = bool(rule.penalty != 0), scaling != NO_SCALING, memory.first_scale is not None
-        return cls(*flags, weight, low, gradient, moment, copy, memory.second is not None)
+        return cls(*flags, *(0 if tensor is None else tensor.itemsize for tensor in memory[:6]))
 
     def __str__(self) -> str:
         dtypes = {4: "fp32", 2: "bf16", 1: "int8"}
         weights = "split" if self.low else dtypes[self.weight]
-        return f"{weights} weights, {dtypes[self.gradient]} gradients, {dtypes[self.moment]} moments"
+        return f"{weights} weights, {dtypes[self.gradient]} gradients, {dtypes[self.first]} moments"
 
 
 class Pass(NamedTuple):

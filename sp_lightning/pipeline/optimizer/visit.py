@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sp_lightning.optim.layout import flat
 from sp_lightning.optim.of_torch import MOST_FACTORS, OnePass, scaling_of
-from sp_lightning.optim.on_device import flat
 from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory
