@@ -159,7 +159,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     usable = [each for each in ("lightning", "pytorch_lightning") if find_spec(each) is not None]
     if not usable:
-        needed = "Lightning 2.5.5 or newer: `pip install -U lightning`"
-        raise ImportError(f"`sp_lightning.{name}` needs {needed}.")
+        words = f"`sp_lightning.{name}` needs Lightning 2.5.5 or newer: `pip install -U lightning`."
+        raise ImportError(words)
     chosen = next((each for each in usable if each in sys.modules), usable[0])
     return getattr(import_module(f"sp_lightning.{chosen}"), name)

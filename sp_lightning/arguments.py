@@ -85,8 +85,7 @@ class StrategyWithOptions:
     ) -> None:
         self.options = options_among(locals())
         refuse_unknown(type(self).__name__, set_by_lightning.keys() - _SET_BY_LIGHTNING)
-        parallel_strategy: Any = super()
-        parallel_strategy.__init__(checkpoint_io=checkpoint_io, **set_by_lightning)
+        super().__init__(checkpoint_io=checkpoint_io, **set_by_lightning)  # type: ignore[call-arg]
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self._make_parts()

@@ -69,9 +69,8 @@ class CallbackMixin(_Base):
         strategy = trainer.strategy
         if not isinstance(strategy, SuperpipelineMixin):
             self.lightning.warn(
-                f"`{type(self).__name__}` does nothing: it describes "
-                "`Trainer(strategy='superpipeline')`, but this Trainer runs "
-                f"`{type(strategy).__name__}`."
+                f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, "
+                f"but this Trainer runs `{type(strategy).__name__}`."
             )
         else:
             strategy.narrator.is_asked = True
@@ -181,8 +180,7 @@ class CallbackMixin(_Base):
         """Return the values to log: memory, means over the steps since the last call, and newly measured times."""
         summary, memory = pipeline.summary(), pipeline.backend.memory()
         # where torch does not count a device's memory, the engine has counted its own
-        peak = summary.device_bytes + summary.gradient_bytes
-        peak += pipeline.stats.activation_peak_bytes
+        peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
         on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
         counted = _count(pipeline)
         since = {name: count - self._counted[name] for name, count in counted.items()}

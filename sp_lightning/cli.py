@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 
 COMMANDS = (*RUNS, "plan", "check")
 RECIPES = (
-    *("fabric-loop", "finetune-chat", "finetune-diffusion", "finetune-lm", "finetune-preferences", "finetune-trl"),
-    *("finetune-vision", "finetune-vlm", "lora-lm", "plain-loop", "pretrain"),
-)
+    "fabric-loop", "finetune-chat", "finetune-diffusion", "finetune-lm", "finetune-preferences",
+    "finetune-trl", "finetune-vision", "finetune-vlm", "lora-lm", "plain-loop", "pretrain",
+)  # fmt: skip
 """Scripts of examples/, which are in the wheel."""
 
 _HELP = f"""usage: {PROGRAM} [--help] [--version] COMMAND ...

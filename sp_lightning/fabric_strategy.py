@@ -28,6 +28,7 @@ from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer.checkpoint_io import (
+    StateDict,
     WritesCheckpoints,
     optimizer_state_on_host,
     own_all_but_weights,
@@ -202,10 +203,9 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         give_all_back()
-        again = self._attached.get(id(module))
+        again = self._attached.pop(id(module), None)
         if again is not None:
             again.pipeline.detach()
-            del self._attached[id(module)]
         self.module_to_device(module)
         if next(module.parameters(), None) is None:
             return module
@@ -224,8 +224,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         plan = pipeline.summary()
         units = f"{plan.units} units, of which {plan.k} are on {plan.device} at once"
         self.lightning.info(f"superpipeline: {type(module).__name__} has {units}.")
-        model = AttachedModel(pipeline, meetings)
-        self._attached[id(module)] = model
+        model = self._attached[id(module)] = AttachedModel(pipeline, meetings)
         return model
 
     @override
@@ -288,7 +287,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> StateDict:
         return state_dict_on_host(super().get_module_state_dict(_model_in(module)))
 
     @override
@@ -296,7 +295,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         return optimizer_state_on_host(super().get_optimizer_state(optimizer))
 
     @override
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+    def load_module_state_dict(self, module: nn.Module, state_dict: StateDict, strict: bool = True) -> None:
         module = _model_in(module)
         attached = self._attached.get(id(module))
         others = own_all_but_weights(state_dict, module)
@@ -310,7 +309,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
             attached.meetings.meeting_due = True
 
     @override
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> StateDict:
         io: Any = self.checkpoint_io  # a user's own has no use for `streamed`
         parts = state if isinstance(state, dict) else {}
         io.streamed = [name for name, part in parts.items() if isinstance(part, (nn.Module, Optimizer))]

@@ -179,14 +179,13 @@ def _slices(
     count = min(max(width, _ENOUGH_LOGITS // max(tokens, 1)), -(-vocabulary // _LEAST_SLICES))
     count = -(-count // _ALIGNMENT) * _ALIGNMENT
     for start in range(0, vocabulary, count):
-        rows = slice(start, min(start + count, vocabulary))
+        rows = slice(start, start + count)
         # this cast is done by hand, as autocast would make a copy of the whole head
         piece, bias_piece = weight[rows].to(hidden.dtype), None if bias is None else bias[rows].to(hidden.dtype)
         logits = _capped(F.linear(hidden, piece, bias_piece), softcap)
         column = labels - start
-        last = rows.stop - start - 1
-        is_inside = (column >= 0) & (column <= last)
-        yield _Slice(rows, piece, logits, column.clamp(0, last)[:, None], is_inside)
+        inside = column.clamp(0, len(piece) - 1)
+        yield _Slice(rows, piece, logits, inside[:, None], inside == column)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

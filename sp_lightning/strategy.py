@@ -135,8 +135,13 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         has_limit = pipeline is not None and pipeline.budget is not None
         nobody_looks = all(plan.gradients_may_wait for plan in plans)
         some_wait = has_limit and nobody_looks and not self.is_distributed
-        keep_units = partial(keep_units_on_device, pipeline, self.optimizers, gradients_pass, some_wait, micro_steps)
-        room = room_for_gradients(self.optimizers, some_wait, self.lightning, gradients_pass, or_else=keep_units)
+        room = room_for_gradients(
+            self.optimizers,
+            some_wait,
+            self.lightning,
+            gradients_pass,
+            or_else=partial(keep_units_on_device, pipeline, self.optimizers, gradients_pass, some_wait, micro_steps),
+        )
         if pipeline is not None:
             pipeline.waiting.limit(room)
 
@@ -271,8 +276,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             yield
             return
         self.lightning.info(
-            f"superpipeline: {readable_bytes(nbytes)} of optimizer state stay in GPU memory, because CPU memory has no "
-            "room for them."
+            f"superpipeline: {readable_bytes(nbytes)} of optimizer state stay in GPU memory, "
+            "because CPU memory has no room for them."
         )
         self.optimizers = []
         try:

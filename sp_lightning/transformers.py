@@ -148,7 +148,6 @@ class SuperpipelineTrainerMixin:
 def _check(trainer: Any) -> None:
     """Refuse arguments of a Trainer that move models themselves, or need their weights on the GPU."""
     args = trainer.args
-    on_gpu = args.device.type != "cpu"
     refused = {
         "run in several processes: start one, or use Lightning's Trainer": args.world_size > 1,
         "work with DeepSpeed: leave it out": trainer.is_deepspeed_enabled,
@@ -158,7 +157,7 @@ def _check(trainer: Any) -> None:
         "work with `fp16_full_eval=True`: use `bf16=True`": args.fp16_full_eval,
         "work with `bf16_full_eval=True`: use `bf16=True`": args.bf16_full_eval,
         "work with `precompute_ref_log_probs=True` on a GPU: leave it out": (
-            on_gpu and getattr(args, "precompute_ref_log_probs", False)
+            args.device.type != "cpu" and getattr(args, "precompute_ref_log_probs", False)
         ),
     }
     for what in refused:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from itertools import dropwhile
 
 import torch
 from torch import Tensor
@@ -13,10 +14,9 @@ from sp_lightning.check_program.observer import Label, Trace
 
 def labels_after_an_update(plain: Trace) -> list[Label]:
     """Return the labels of numbers that come after an update, which a GPU rounds differently from the CPU."""
-    labels = list(plain.digests)
-    first = next(index for index, label in enumerate(labels) if label.when.startswith("after step"))
+    later = dropwhile(lambda label: not label.when.startswith("after step"), plain.digests)
     always_equal = ("the batch", "the number of steps")
-    return [label for label in labels[first:] if label.what not in always_equal]
+    return [label for label in later if label.what not in always_equal]
 
 
 def differences(plain: Trace, other: Trace) -> Iterator[Label]:
@@ -24,9 +24,9 @@ def differences(plain: Trace, other: Trace) -> Iterator[Label]:
     return (label for label, found in other.digests.items() if plain.digests.get(label) != found)
 
 
-def first_difference(plain: Trace, other: Trace, leave_out: Collection[Label] = ()) -> Label | None:
-    """Return the label of the first number that is not that of plain training."""
-    return next((label for label in differences(plain, other) if label not in leave_out), None)
+def first_difference(plain: Trace, other: Trace) -> Label | None:
+    """Return the label of the first number that is not that of plain training, without those compared by value."""
+    return next((label for label in differences(plain, other) if label not in plain.values), None)
 
 
 def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
@@ -36,7 +36,7 @@ def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
     if plain is None or streamed is None or plain.shape != streamed.shape:
         return math.inf
     apart = _largest_difference(plain, streamed)
-    return apart / max(_largest(plain), 1e-30) if apart else 0.0
+    return apart / max(_largest(plain), 1e-30)
 
 
 def describe_difference(plain: Tensor | None, streamed: Tensor | None) -> str:

@@ -59,7 +59,7 @@ class ConfiguredProgram:
         asked = self._cli.asked
         self._batches = steps * (asked.get("accumulate_grad_batches") or 1)
         seed = self._cli.config["fit"]["seed_everything"]
-        self._seed = seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
+        self._seed = seed if type(seed) is int else 0  # True asks for a random one
         strategy = asked.get("strategy")
         ours = isinstance(strategy, SuperpipelineMixin)
         self.options: PipelineOptions = strategy.options if ours else PipelineOptions()

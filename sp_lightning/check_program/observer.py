@@ -105,8 +105,7 @@ class Observer:
         updated = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         for name, weight in module.named_parameters():
             if id(weight) in updated:
-                label = Label(f"the gradient of {name}", f"in step {self._updates}")
-                self._note(label, weight.grad)
+                self._note(Label(f"the gradient of {name}", f"in step {self._updates}"), weight.grad)
 
     def on_train_batch_end(self, trainer: Any, module: nn.Module, outputs: Any, *_: Any) -> None:
         """Note the loss, other outputs, and the weights if the optimizer has updated them.
@@ -149,8 +148,7 @@ class Observer:
     def _note(self, label: Label, value: Tensor | None) -> None:
         self.trace.digests[label] = "none" if value is None else digest(value)
         if label in self._keep:
-            copied = None if value is None else value.detach().to("cpu", copy=True)
-            self.trace.values[label] = copied
+            self.trace.values[label] = None if value is None else value.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()

@@ -73,21 +73,19 @@ class ProgramCheck:
         changed = next((label for label in changes if label.must_repeat), None)
         if changed is not None:
             return False, (
-                f"plain training does not repeat itself: {changed} differs between two runs with the "
-                "same seed. Fix what the seed does not reach, such as data in a random order: until "
-                "then nothing can be compared"
+                f"plain training does not repeat itself: {changed} differs between two runs with "
+                "the same seed. Fix what the seed does not reach, such as data in a random order: "
+                "until then nothing can be compared"
             )
         self._plain.values = again.values
         self._left_out = list(dict.fromkeys(label.what for label in changes))
         self._plain.leave_out(self._left_out)
-        steps = self._plain.steps
-        say(f"{self._program.name}, plain training, twice: the same numbers in {steps} steps")
+        same = f"the same numbers in {self._plain.steps} steps"
+        say(f"{self._program.name}, plain training, twice: {same}")
         if self._left_out:
-            names = ", ".join(self._left_out)
-            say(f"Not compared (different in the two plain runs): {names}")
+            say(f"Not compared (different in the two plain runs): {', '.join(self._left_out)}")
         # this is too little memory for all units to stay on the GPU with gradients and optimizer state
-        budget = 3 * self._plain.weight_bytes
-        ways = list(all_ways(self._program.options, budget))
+        ways = list(all_ways(self._program.options, budget=3 * self._plain.weight_bytes))
         wrong = [way for way in ways if not self._is_right(way)]
         if wrong:
             return False, f"wrong in {len(wrong)} of {len(ways)} ways; {self._first_wrong}"
@@ -111,12 +109,12 @@ class ProgramCheck:
                 raise
             raise argparse.ArgumentError(
                 None,
-                f"{name} does not fit the device in plain training, which streamed training is compared "
-                f"with: configure fewer layers, or name no device to check it on the CPU ({error})",
+                f"{name} does not fit the device in plain training, which streamed training is "
+                f"compared with: configure fewer layers, or name no device to check it on the CPU ({error})",
             ) from error
         if not plain.steps:
-            needed = "it needs data for at least one"
-            raise argparse.ArgumentError(None, f"{name} took no optimizer step: {needed}")
+            words = f"{name} took no optimizer step: it needs data for at least one"
+            raise argparse.ArgumentError(None, words)
         return plain
 
     def _is_right(self, way: Way) -> bool:
@@ -142,11 +140,12 @@ class ProgramCheck:
 
     def _difference(self, way: Way, streamed: Trace) -> str:
         """Name the difference from plain training; the text is empty if there is none."""
-        label = first_difference(self._plain, streamed, leave_out=self._plain.values)
+        label = first_difference(self._plain, streamed)
         if label is None:
             apart = self._rounding(streamed)
-            too_much = f"{apart:.0e} apart after an update, too much for rounding"
-            return too_much if apart > _ROUNDING else ""
+            if apart <= _ROUNDING:
+                return ""
+            return f"{apart:.0e} apart after an update, too much for rounding"
         # runs that look more closely take time, and one of them shows what to look for
         return f"{label} differs" if self._first_wrong else self._describe(way, label)
 
@@ -159,7 +158,7 @@ class ProgramCheck:
     def _describe(self, way: Way, label: Label) -> str:
         """Name the first number that differs when the run is looked at more closely, and say by how much."""
         look = Look.WEIGHTS if way.hides_gradients else Look.GRADIENTS
-        closer = first_difference(self._plain, self._train(way, look), leave_out=self._plain.values)
+        closer = first_difference(self._plain, self._train(way, look))
         note = ""
         if closer is None:
             look = Look.RESULTS

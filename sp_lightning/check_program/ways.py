@@ -98,10 +98,9 @@ class FixedPlanner(Planner):
         k = 2 if options.slots == "auto" else options.slots
         # if policies are left to the planner, the units have each of them in turn
         policies = dict(zip(names, cycle(get_args(Policy)), strict=False))
-        if engine.stats.steps == 0:
-            return WindowPlan(k, policies=policies)
-        visiting = names if self._placement is Placement.UPDATED_ON_GPU else ()
-        on_device = names[::2] if self._placement is Placement.HALF_STAY else ()
+        placed = names if engine.stats.steps else ()
+        visiting = placed if self._placement is Placement.UPDATED_ON_GPU else ()
+        on_device = placed[::2] if self._placement is Placement.HALF_STAY else ()
         return WindowPlan(k, on_device=on_device, visiting=visiting, policies=policies)
 
 

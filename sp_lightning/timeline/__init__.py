@@ -10,11 +10,13 @@ from collections.abc import Set
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from sp_lightning.pipeline import Kind, Lane, Recording, Span
 
 __all__ = ["Breakdown", "break_down", "check_timeline_path", "write_timeline"]
+
+JsonObject: TypeAlias = dict[str, Any]
 
 # the share of the time from which on computing itself is the bottleneck
 _COMPUTES_ALL_THE_TIME = 0.9
@@ -86,15 +88,14 @@ class Breakdown:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of recorded steps that the callback logs, for one step (docs/timeline.md)."""
-        waits = {
-            f"stall_seconds_{cause}": self.stalls.get(cause, 0.0) / self.steps
-            for cause in ("weights", "optimizer", "gradients", "activations")
-        }
         return {
             "step_seconds": self.seconds / self.steps,
             "compute_share": self.share(self.busy[Lane.COMPUTE]),
             "stall_seconds": self.stalled / self.steps,
-            **waits,
+            **{
+                f"stall_seconds_{cause}": self.stalls.get(cause, 0.0) / self.steps
+                for cause in ("weights", "optimizer", "gradients", "activations")
+            },
             "to_device_gb_per_s": self.rate(Lane.TO_DEVICE) / 1e9,
             "to_host_gb_per_s": self.rate(Lane.TO_HOST) / 1e9,
             "visit_seconds": self.busy[Lane.VISIT] / self.steps,
@@ -118,17 +119,18 @@ def break_down(recording: Recording) -> Breakdown:
     def covered(kinds: Set[Kind]) -> float:
         return _covered([span for span in spans if span.kind in kinds], begin, end)
 
-    stalled = covered({Kind.STALL})
+    stalls = [span for span in spans if span.kind is Kind.STALL]
+    stalled = _covered(stalls, begin, end)
     busy = {lane: covered({kind for kind in Kind if kind.lane is lane}) for lane in Lane}
     busy[Lane.COMPUTE] -= stalled
     beside = {kind for kind in Kind if kind.lane is not Lane.COMPUTE}
     hidden = busy[Lane.COMPUTE] + covered(beside | {Kind.STALL}) - covered(set(Kind))
     overlap = hidden / covered(beside) if covered(beside) else 1.0
-    stalls = {
-        cause: _covered([span for span in spans if (span.kind, span.name) == (Kind.STALL, cause)], begin, end)
-        for cause in {span.name for span in spans if span.kind is Kind.STALL}
+    causes = {
+        cause: _covered([span for span in stalls if span.name == cause], begin, end)
+        for cause in {span.name for span in stalls}
     }
-    return Breakdown(begin, end, len(recording.steps), busy, nbytes, stalled, stalls, overlap)
+    return Breakdown(begin, end, len(recording.steps), busy, nbytes, stalled, causes, overlap)
 
 
 def _covered(spans: list[Span], begin: float, end: float) -> float:
@@ -144,10 +146,10 @@ def _covered(spans: list[Span], begin: float, end: float) -> float:
 # --------------------------------------------------------------------------------------------------- a trace and a page
 
 
-def _trace(recording: Recording, caption: str) -> dict[str, Any]:
+def _trace(recording: Recording, caption: str) -> JsonObject:
     """Return a trace in Chrome's format, with a thread for each lane and times in microseconds."""
     threads = {lane: number for number, lane in enumerate(Lane, 1)}
-    events: list[dict[str, Any]] = [
+    events: list[JsonObject] = [
         {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": lane.value}}
         for lane, thread in threads.items()
     ]
@@ -160,12 +162,19 @@ def _trace(recording: Recording, caption: str) -> dict[str, Any]:
     return {"traceEvents": events, "otherData": {"caption": caption}}
 
 
-def _event(thread: int, name: str, category: str, begin: float, end: float) -> dict[str, Any]:
-    times = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
-    return {"ph": "X", "pid": 1, "tid": thread, "name": name, "cat": category, **times}
+def _event(thread: int, name: str, category: str, begin: float, end: float) -> JsonObject:
+    return {
+        "ph": "X",
+        "pid": 1,
+        "tid": thread,
+        "name": name,
+        "cat": category,
+        "ts": begin * 1e6,
+        "dur": (end - begin) * 1e6,
+    }
 
 
-def _page(trace: dict[str, Any], numbers: Breakdown) -> str:
+def _page(trace: JsonObject, numbers: Breakdown) -> str:
     """Return a page that loads nothing from elsewhere, and draws the trace."""
     bottleneck = numbers.bottleneck
     data = {

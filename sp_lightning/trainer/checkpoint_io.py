@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 else:
     TorchCheckpointIO = object
+
+StateDict: TypeAlias = dict[str, Any]
+"""A checkpoint, or a part of one: values by their names."""
 
 
 class StreamingCheckpointIO(TorchCheckpointIO):
@@ -61,7 +64,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
     @override
     def save_checkpoint(
         self,
-        checkpoint: dict[str, Any],
+        checkpoint: StateDict,
         path: str | Path,
         storage_options: Any | None = None,
     ) -> None:
@@ -91,7 +94,7 @@ class StreamingCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """Load the checkpoint at `path`. The `streamed` part of a local file is read when it is used.
 
         Without `weights_only`, the default is that of the installed Lightning.
@@ -108,8 +111,8 @@ class StreamingCheckpointIO(TorchCheckpointIO):
         # torch cannot mmap files older than its zip format
         if source is None or not zipfile.is_zipfile(source):
             return base(path, map_location=map_location, **choice)
-        checkpoint: dict[str, Any] = torch.load(source, map_location, weights_only=weights_only, mmap=True)
-        mapped = {id(checkpoint[name]): checkpoint[name] for name in self.streamed if name in checkpoint}
+        checkpoint: StateDict = torch.load(source, map_location, weights_only=weights_only, mmap=True)
+        mapped = {id(part): part for name, part in checkpoint.items() if name in self.streamed}
         return copy.deepcopy(checkpoint, mapped)
 
 
@@ -127,7 +130,7 @@ def _tag_as_on_host(storage: Any) -> str | None:
 torch.serialization.register_package(1, _tag_as_on_host, lambda *_: None)
 
 
-def _write(checkpoint: dict[str, Any], file: CountedFile) -> None:
+def _write(checkpoint: StateDict, file: CountedFile) -> None:
     handled = sys.exc_info()[1]  # if it is saved because of an exception
     streamed = [checkpoint.get(name) for name in StreamingCheckpointIO.streamed]
     parts = [part for tensor in _tensors_on_device(streamed) for part in parts_of(tensor)]
@@ -201,7 +204,7 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
         return optimizer_state_on_host(super().optimizer_state(optimizer))
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> StateDict:
         return state_dict_on_host(super().lightning_module_state_dict())
 
 
@@ -215,7 +218,7 @@ def optimizer_state_on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
 
 
-def state_dict_on_host(state: dict[str, Any]) -> dict[str, Any]:
+def state_dict_on_host(state: StateDict) -> StateDict:
     """Move tensors on the device to the host: buffers, and weights that stay there; in place, as `state` has metadata.
 
     If the host has no room for them, they stay there, and are written from there. Tensors that consist of others move
@@ -243,7 +246,7 @@ def _tensors_on_device(state: Any) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
 
 
-def own_all_but_weights(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+def own_all_but_weights(state: StateDict, module: nn.Module) -> StateDict:
     """Give all tensors but weights memory of their own, and return them: modules may keep them, as metrics do."""
     weights = dict(module.named_parameters(remove_duplicate=False))
     others = copy.deepcopy({name: value for name, value in state.items() if name not in weights})

@@ -45,13 +45,13 @@ def materialize(
         if not tensors:
             continue
         # torch.nn.MultiheadAttention is the only layer of torch whose method has an underscore.
-        reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-        if not callable(reset):
-            raise lightning.misconfiguration(
-                f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
-                "meta device and no `reset_parameters()` to fill them. Define that method, or "
-                "build this module without `torch.device('meta')`."
-            )
+        reset: Any = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+        lightning.check(
+            callable(reset),
+            f"`{name or 'the model'}` ({type(owner).__name__}) has weights or buffers on the "
+            "meta device and no `reset_parameters()` to fill them. Define that method, or "
+            "build this module without `torch.device('meta')`.",
+        )
         _fill(tensors, reset)
         for parameter in [tensor for tensor in tensors if follows and isinstance(tensor, nn.Parameter)]:
             # it takes no memory before it is written to
@@ -115,8 +115,8 @@ def keep_averages_on_host(trainer: Any, follows: bool, lightning: Namespace) -> 
         lightning.check(
             chosen is None or torch.device(chosen).type == "cpu",
             f"`{type(callback).__name__}(device={chosen!r})` keeps a second copy of the whole "
-            "model on the GPU, "
-            "but `strategy='superpipeline'` keeps weights in CPU memory. Leave `device` out, or set it to 'cpu'.",
+            "model on the GPU, but `strategy='superpipeline'` keeps weights in CPU memory. Leave "
+            "`device` out, or set it to 'cpu'.",
         )
         # Lightning would take the module's `device`, where no weight is
         callback._device = torch.device("cpu")
@@ -169,9 +169,9 @@ def room_for_gradients(
         MisconfigurationException: Gradients and optimizer state do not fit.
     """
     share = _PASSING if gradients_pass else 1.0
-    trained = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in _trained(group)]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     free = available_host_memory()
-    gradients = int(share * _nbytes(trained))
+    gradients = int(share * sum(_nbytes(_trained(group)) for group in groups))
     state = sum(map(state_bytes, optimizers))
     if free is None or gradients + state <= free:
         return math.inf
@@ -182,9 +182,10 @@ def room_for_gradients(
         names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         raise lightning.misconfiguration(
             f"{names} would keep {readable_bytes(state)} of optimizer state in CPU memory, and "
-            f"{readable_bytes(gradients)} of gradients, but only {readable_bytes(free)} are free. Use "
-            "a machine with more memory, freeze weights, or use `sp_lightning.optim.AdamW(moments='int8')` with "
-            "`precision='bf16-true'`, which needs half as much as AdamW in FP32; `sp-lightning plan` shows what fits."
+            f"{readable_bytes(gradients)} of gradients, but only {readable_bytes(free)} are free. "
+            "Use a machine with more memory, freeze weights, or use `sp_lightning.optim.AdamW("
+            "moments='int8')` with `precision='bf16-true'`, which needs half as much as AdamW in "
+            "FP32; `sp-lightning plan` shows what fits."
         )
     return room
 

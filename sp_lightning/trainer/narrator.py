@@ -102,9 +102,9 @@ def outcome(stats: Stats, summary: Summary) -> str:
     on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
     return (
         f"superpipeline: {done}, {up} to {summary.device}, {down} back. Weights needed at most "
-        f"{readable_bytes(summary.device_bytes)} on {summary.device}; weights, gradients and optimizer state need "
-        f"{readable_bytes(on_host)} of CPU memory, "
-        f"{on_host / max(1, summary.parameters):.1f} bytes per parameter."
+        f"{readable_bytes(summary.device_bytes)} on {summary.device}; weights, gradients and optimizer "
+        f"state need {readable_bytes(on_host)} of CPU memory, {on_host / max(1, summary.parameters):.1f} "
+        "bytes per parameter."
     )
 
 

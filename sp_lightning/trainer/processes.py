@@ -10,8 +10,9 @@ streams the model, as under Lightning's `DDPStrategy`; the engine averages gradi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -80,9 +81,8 @@ class ProcessesMixin:
         self.lightning.check(
             launched in (None, count),
             f"{type(environment).__name__} says that {launched} process(es) were launched, but "
-            f"`devices={self.num_processes}, num_nodes={self.num_nodes}` asks for "
-            f"{count}, one per device. Launch as many (`torchrun --nproc-per-node`, `srun "
-            "--ntasks`), or set "
+            f"`devices={self.num_processes}, num_nodes={self.num_nodes}` asks for {count}, one per "
+            "device. Launch as many (`torchrun --nproc-per-node`, `srun --ntasks`), or set "
             "`devices` and `num_nodes` accordingly.",
         )
         if count == 1:
@@ -100,8 +100,7 @@ class ProcessesMixin:
 
     def setup_environment(self) -> None:
         """Set up the device, and join the process group."""
-        parallel_strategy: Any = super()
-        parallel_strategy.setup_environment()
+        super().setup_environment()  # type: ignore[misc]
         if not self.is_distributed:
             return
         started = f"{self.world_size} processes train one model, {self.num_processes} on this machine, one per device"
@@ -114,9 +113,8 @@ class ProcessesMixin:
 
     def processes_of_a_model(self) -> Processes | None:
         """Return the engine's handle to all processes that train one model; None if there is only one."""
-        if not self._is_connected:
-            return None
-        return Processes(self.num_processes, self.timeout or default_pg_timeout)
+        timeout = self.timeout or default_pg_timeout
+        return Processes(self.num_processes, timeout) if self._is_connected else None
 
     @property
     def _is_connected(self) -> bool:
@@ -147,8 +145,7 @@ class ProcessesMixin:
     def barrier(self, name: str | None = None) -> None:
         """Wait until all processes have reached this point."""
         if self._is_connected:
-            on_device = dist.get_backend() == "nccl"
-            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
 
 def meet_before_hooks(trainer: Any, lightning: Namespace) -> None:
@@ -226,16 +223,9 @@ class Meetings:
             self.meeting_due = False
             self._passes = self.processes.passes
 
-    def without_averages(self) -> AbstractContextManager[None]:
-        """Open a scope for backward passes after which averages are not complete yet."""
-        return self._switched_off("averages")
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Open a scope for an evaluation step, whose backward passes are each process's own, as in DDP."""
-        return self._switched_off("trains")
-
     @contextmanager
     def _switched_off(self, flag: Literal["averages", "trains"]) -> Iterator[None]:
+        """Open a scope in which processes do not average, or do not train."""
         processes = self.processes
         if processes is None:
             yield
@@ -246,3 +236,8 @@ class Meetings:
             yield
         finally:
             setattr(processes, flag, before)
+
+    # a scope for backward passes after which averages are not complete yet
+    without_averages = partialmethod(_switched_off, "averages")
+    # a scope for an evaluation step, whose backward passes are each process's own, as in DDP
+    evaluating = partialmethod(_switched_off, "trains")
