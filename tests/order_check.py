@@ -120,6 +120,10 @@ class OrderCheck:
         """This thread has waited for that."""
         if getattr(self._here, "job", None) is not None:
             self._here.job |= known
+            job = getattr(self._here, "runs", None)
+            with self._lock:
+                if id(job) in self._tickets:  # before the job is done, and others rely on it
+                    self._tickets[id(job)] = job, self._tickets[id(job)][1] | known
         # the engine's threads look for what is done on behalf of jobs; computing is the host's thread here
         elif not (getattr(self._here, "computes", False) or threading.current_thread().name.startswith("superpipe")):
             self._host |= known
@@ -227,9 +231,6 @@ class OrderCheck:
         try:
             yield
         finally:
-            with self._lock:
-                if id(job) in self._tickets:  # with what it has waited for itself
-                    self._tickets[id(job)] = job, self._tickets[id(job)][1] | self._here.job
             self._here.job = before
             self._here.runs = None
 
