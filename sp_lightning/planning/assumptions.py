@@ -41,12 +41,12 @@ OF_SYSTEM = 6 * 2**30
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 # short names and full ones
 _PRECISIONS: dict[str, Precision] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
-_KNOWN: dict[str, tuple[object, ...]] = {
-    "precision": get_args(Precision),
-    "activations": get_args(ActivationPolicy),
-    "optimizer_on": get_args(OptimizerPlace),
-    "moments": (None, *get_args(Moments)),
-    "loss": get_args(Loss),
+_KNOWN: dict[str, object] = {
+    "precision": Precision,
+    "activations": ActivationPolicy,
+    "optimizer_on": OptimizerPlace,
+    "moments": Literal[None, Moments],
+    "loss": Loss,
 }
 # the memory that is assumed if the user gives none, and there is no device
 _DEVICE_MEMORY, _HOST_MEMORY = 24 * 2**30, 64 * 2**30
@@ -123,7 +123,8 @@ class Assumptions:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not value > 0:
                 raise ValueError(f"`{name}={value}` must be above zero.")
-        for name, known in _KNOWN.items():
+        for name, kind in _KNOWN.items():
+            known = get_args(kind)
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
         if self.moments is not None and self.optimizer not in COMPACT:

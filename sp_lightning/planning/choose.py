@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
@@ -135,8 +135,7 @@ class _Search:
         self._able_to_visit = [n for n, unit in enumerate(workload.units) if unit.visit_up and may_visit]
         self._staying = workload.staying or ()
         self._able_to_live = [number for number in workload.able_to_live if number not in self._staying]
-        every: tuple[Policy, ...] = ("keep", *_POLICIES)
-        self._ways = {policy: [unit.way(policy) for unit in workload.units] for policy in every}
+        self._ways = {policy: [unit.way(policy) for unit in workload.units] for policy in get_args(Policy)}
 
     def cheapest(self, kind: tuple[int, Policy] | None = None) -> tuple[_Draft, Prediction]:
         """Return the best draft, of all or of those with this number of places and this policy."""

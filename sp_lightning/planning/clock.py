@@ -195,8 +195,7 @@ class _Pass:
         # gradients that were added up lie on the host, unless they wait on the device
         is_there = self._workload.gradients_stay or number in self._waiting
         up = unit.visit_up if is_there else unit.visit_up + unit.gradient_bytes
-        begin = max(ready, self._visited)
-        self._visited = begin + self._machine.visit(unit, up)
+        self._visited = max(ready, self._visited) + self._machine.visit(unit, up)
         self.up.moved += up
         self.down.moved += unit.visit_down
         return self._visited
@@ -211,9 +210,8 @@ class _Pass:
         for number in self._visiting:
             self._ready[number] = self._come[number] if self._steps_in_backward else max(self._come)
         # gradients that have waited on the device come through few buffers, each freed by a step
-        late = [number for number in self._on_host if number in self._waiting]
-        late.sort(reverse=not self._steps_in_backward)  # the next one is last
-        ready = {number: self._come[number] for number in late}
+        late = sorted(self._waiting & self._on_host.keys(), reverse=not self._steps_in_backward)  # the next one is last
+        ready = [*self._come]
         for number in late[:-FEW_BUFFERS]:
             self._come[number] = math.inf
         for number in reversed(late[-FEW_BUFFERS:]):
@@ -226,7 +224,7 @@ class _Pass:
             number = min(come or waiting, key=(waiting if come else self._come).__getitem__)
             del waiting[number]
             stepped = self._ready[number] = self._host.move(self._on_host[number], self._come[number])
-            if number in ready and late:
+            if number in self._waiting and late:
                 follows = late.pop()
                 begin = max(stepped, ready[follows])
                 self._come[follows] = self.down.move(self._workload.bytes_that_wait(follows), begin)

@@ -93,16 +93,18 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
     if given.activations != "auto":
         policies = [given.activations]
     # backward begins with the last one's activations
-    units = [_work(unit, given, model, policies) for unit in division.units[:-1]]
-    units += [_work(unit, given, model, ["keep"]) for unit in division.units[-1:]]
-    resident = _work(division.resident, given, model, ["keep"])
+    keeping = [*division.units[-1:], division.resident]
+    *units, resident = [
+        _work(unit, given, model, ["keep"] if unit in keeping else policies)
+        for unit in (*division.units, division.resident)
+    ]
     stepping: Stepping | None = None
     if any(unit.step_bytes for unit in (*units, resident)):
         # a loss scaler looks at all gradients, too
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
-    matrices = [shape for unit in division.all_units() for _, shape in _matrices(unit, given, model)]
-    heads = [shape for shape in matrices if shape[0] in model.vocabulary]
+    matrices = chain(*(_matrices(unit, given, model) for unit in division.all_units()))
+    heads = [shape for _, shape in matrices if shape[0] in model.vocabulary]
     turn = sum(_OF_LOGITS * 4 * given.tokens * shape[0] for shape in heads)
     if given.loss == "chunked":
         width = 2 if given.precision in _HALF else 4
@@ -216,13 +218,16 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     moved = sum(shape[-1] + (0 if shape[0] in model.vocabulary else shape[-2]) for shape in shapes)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
     call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved), repeatable=True)
-    # these are stepped by passes over pieces; several devices would have to agree
-    visits = given.devices == 1 and given.optimizer in COMPACT
-    # torch's own steps take as much again as masters
-    meanwhile = masters if given.moments is None else 0
     is_free = given.optimizer_on == "auto"
-    lives = not trained or (is_free and given.steps_by_weight)
-    work = work_of(unit, state, meanwhile, lives=lives, visits=is_free and visits)
+    work = work_of(
+        unit,
+        state,
+        # torch's own steps take as much again as masters
+        meanwhile=masters if given.moments is None else 0,
+        lives=not trained or (is_free and given.steps_by_weight),
+        # these are stepped by passes over pieces; several devices would have to agree
+        visits=is_free and given.devices == 1 and given.optimizer in COMPACT,
+    )
     return replace(
         work,
         forward_seconds=forward + attention,

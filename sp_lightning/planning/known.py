@@ -124,13 +124,14 @@ def recipe(name: str, given: Assumptions) -> str:
 
 def named_model(name: str) -> nn.Module:
     """Build a model with a known name, or with a configuration of transformers, on the meta device."""
-    shapes = None if Path(name).exists() else find("shapes", name)
+    is_file = Path(name).exists()
+    shapes = None if is_file else find("shapes", name)
     near = get_close_matches(name.rpartition("/")[2], known("models"), n=3, cutoff=0.6)
     nearest = f" The nearest names that are built in: {', '.join(near)}." if near else ""
     with torch.device("meta"):
         if shapes is not None:
             return of_shapes(shapes)
-        if "/" not in name and not Path(name).exists():
+        if "/" not in name and not is_file:
             raise ValueError(
                 f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file.{nearest} A model "
                 "of the hub has its organization before its name."

@@ -109,8 +109,8 @@ def may_live_on_device(optimizers: Iterable[Optimizer], parameters: Collection[n
     return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
 
 
-def _may_visit(optimizers: Collection[Optimizer], unit: Unit, fused: bool) -> bool:
-    """Tell whether a unit may be updated on the device: all optimizers step weights in one pass.
+def _may_visit(optimizers: Collection[Optimizer], fused: bool) -> bool:
+    """Tell whether units may be updated on the device: all optimizers step weights in one pass.
 
     `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
     """
@@ -118,7 +118,7 @@ def _may_visit(optimizers: Collection[Optimizer], unit: Unit, fused: bool) -> bo
         passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
         if why_not_by_unit(optimizer) or not all(one_pass.is_possible for one_pass in passes):
             return False
-    return bool(optimizers) and any(weight.master.requires_grad for weight in unit.every_weight)
+    return bool(optimizers)
 
 
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
@@ -137,7 +137,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         bytes_meanwhile(optimizers, masters) if on_accelerator else 0,
         trains=trains,
         lives=plans and (is_free or not is_stepped) and (not trains or may_live_on_device(optimizers, masters)),
-        visits=is_free and processes is None and _may_visit(optimizers, unit, engine.steps.fused),
+        visits=is_free and processes is None and _may_visit(optimizers, engine.steps.fused),
     )
     return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)
 

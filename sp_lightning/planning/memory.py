@@ -168,8 +168,9 @@ def activation_bytes(workload: Workload, choice: Choice) -> int:
     staying: list[int] = []
     if workload.gradients_stay:
         stay = {*choice.visiting, *choice.waiting}
-        staying = [unit.gradient_bytes * (number in stay) for number, unit in enumerate(workload.units)]
-        always += workload.resident.gradient_bytes * (len(workload.units) in stay)
+        units = enumerate(workload.everything)
+        *staying, of_resident = [unit.gradient_bytes * (number in stay) for number, unit in units]
+        always += of_resident
     else:  # sums
         always += sum(map(workload.bytes_that_wait, choice.waiting))
     return peak(workload.ways(choice), workload.turn_bytes, staying) + always
@@ -205,10 +206,10 @@ def bytes_meanwhile(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Par
 
 def bytes_of_piece(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> int:
     """Return the bytes that our optimizers take there while they step one piece of parameters after the other."""
-    trained = {id(parameter): parameter.numel() for parameter in parameters if parameter.requires_grad}
     ours = [optimizer for optimizer in optimizers if type(optimizer) in OURS]
     stepped = {id(parameter) for optimizer in ours for parameter in parameters_of(optimizer)}
-    return bytes_of_step(sum(trained[identity] for identity in trained.keys() & stepped))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return bytes_of_step(sum(parameter.numel() for parameter in trained if id(parameter) in stepped))
 
 
 def ways_of(

@@ -52,7 +52,7 @@ def probe(backend: Backend, machine: Machine, is_pinned: bool) -> Machine:
         for buffer in buffers:
             buffer.release()
     host_memory = math.inf
-    if any(all_at_once[kind] < _HARDLY_SLOWER * copying.get(kind, alone[kind]) for kind in all_at_once):
+    if any(all_at_once[kind] < _HARDLY_SLOWER * rate for kind, rate in (alone | copying).items()):
         # the optimizer's own steps may use more of it than this one
         faster = max(1.0, machine.host / alone[Kind.STEP])
         host_memory = sum(all_at_once[kind] for kind in _COPIES) + faster * all_at_once[Kind.STEP]

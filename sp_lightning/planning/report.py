@@ -225,9 +225,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     if not parameters:
         raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
     rows = [plan_row(module, way) for way in ladder(given)]
-    remedies: list[tuple[str, Row]] = []
-    if all(row.step is None for row in rows):
-        remedies = [*_remedies(module, rows[0], rows[-1])]
+    fits = any(row.step is not None for row in rows)
+    remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
     return Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
 
 
@@ -285,14 +284,15 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
                 f"in batches of {batch:,} tokens, {many} of them in a step (`--tokens {batch} --accumulate {many}`)",
                 replace(given, tokens=batch, accumulate=many),
             )
-    elif given.accumulate > 1:
-        batch = given.tokens * given.accumulate
-        yield (
-            f"in one batch of {batch:,} tokens instead of {given.accumulate}",
-            replace(given, tokens=batch, accumulate=1),
-        )
-    if last.error.place == "host" and given.gradient_clip_val is not None:
-        yield "without clipping", replace(given, gradient_clip_val=None)
+    else:
+        if given.accumulate > 1:
+            batch = given.tokens * given.accumulate
+            yield (
+                f"in one batch of {batch:,} tokens instead of {given.accumulate}",
+                replace(given, tokens=batch, accumulate=1),
+            )
+        if given.gradient_clip_val is not None:
+            yield "without clipping", replace(given, gradient_clip_val=None)
     if given.lora is None:
         yield f"with LoRA on a frozen base (`--lora {_RANK}`)", replace(first.given, lora=_RANK)
 

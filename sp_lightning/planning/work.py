@@ -144,7 +144,7 @@ class Workload:
     def bytes_that_wait(self, number: int) -> int:
         """Return the bytes of a unit's gradients if these wait on the device."""
         unit = self.everything[number]
-        return unit.sum_bytes if self.micro_steps > 1 else unit.gradient_bytes
+        return unit.gradient_bytes if self.gradients_stay else unit.sum_bytes
 
 
 @dataclass(frozen=True)
@@ -208,4 +208,4 @@ class Prediction:
     @property
     def bottleneck(self) -> Lane:
         """The lane that is busy for the longest time."""
-        return max(self.lanes, key=lambda lane: self.lanes[lane])
+        return max(self.lanes, key=self.lanes.__getitem__)

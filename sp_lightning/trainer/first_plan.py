@@ -57,13 +57,13 @@ def keep_units_on_device(
     first = first_choice(workload, device_room, host_room)
     if first_host_bytes(workload, first) > host_room:
         return None
-    staying = [works[number] for number in first.living]
-    if staying:
-        names = tuple(work.name for work in staying)
-        pipeline.keep_on_device(WindowPlan(first.k, on_device=names, on_device_bytes=bytes_that_stay(staying)))
+    if first.living:
+        on_device_bytes = bytes_that_stay(workload.numbered(first.living))
+        plan = WindowPlan(first.k, on_device=workload.names(first.living), on_device_bytes=on_device_bytes)
+        pipeline.keep_on_device(plan)
     if gradients_pass or not some_may_wait:
         return math.inf
-    return host_room - sum(work.host_bytes for number, work in enumerate(works) if number not in first.living)
+    return host_room - sum(work.host_bytes for work in workload.kept_on_host(first).values())
 
 
 def _work_before_steps(
