@@ -36,7 +36,10 @@ U8, U16, U32 = np.uint8, np.uint16, np.uint32
 
 _FILES = ("codecs.py", "layout.py", "rules.py")
 SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
-"""Numba's cache on disk looks at a kernel's file only. A kernel's name there has this, so changes recompile it."""
+"""Numba's cache on disk looks at a kernel's file only.
+
+A kernel's name there has this number, so changes recompile it.
+"""
 
 
 # -------------------------------------------------------------------------------------------------- bits and memory

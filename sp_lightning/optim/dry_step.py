@@ -37,7 +37,8 @@ def state_after_dry_step(kind: type[Optimizer], groups: Iterable[Mapping[str, An
     try:
         optimizer = kind(on_meta)  # type: ignore[call-arg]  # only the base class needs defaults
         with torch.no_grad(), _AnyNumber():  # type: ignore[no-untyped-call]
-            inspect.unwrap(type(optimizer).step)(optimizer)  # without global hooks, which are for real steps
+            # without global hooks, which are for real steps
+            inspect.unwrap(type(optimizer).step)(optimizer)
     except Exception:
         return None
     values = [value for state in optimizer.state.values() for value in state.values()]

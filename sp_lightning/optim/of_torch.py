@@ -30,7 +30,10 @@ _TRIED: list[dict[str, Any]] = [
     {"betas": (0.4, 0.95), "weight_decay": 0.0},
 ]
 MOST_FACTORS = 2
-"""The factors of a gradient that a pass applies: the inverse of a loss scale, and one that clips."""
+"""The number of factors of a gradient that a pass applies.
+
+They are the inverse of a loss scale, and one that clips.
+"""
 _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after whole vectors
 
 

@@ -133,10 +133,13 @@ def part_of(memory: Memory, begin: int, end: int) -> Memory:
 
 def _step(step: Pass) -> None:
     # torch's optimizers keep torch's bits; an update of one moment is a few operations anyway
-    may_be_one = "moments" in step.group and step.update.moments == 2 and step.memory.weight.numel() % GROUP == 0
+    may_be_compiled = "moments" in step.group and step.update.moments == 2
+    has_whole_groups = step.memory.weight.numel() % GROUP == 0
     seed = torch.tensor(step.seed - (1 << 31), dtype=torch.int32, device="cpu")
-    if not (may_be_one and run_as_one_kernel(step, operate, seed)):
-        operate(step.memory, step.scaling, partial(step.update.by_torch, step.group, step.step), seed)
+    if may_be_compiled and has_whole_groups and run_as_one_kernel(step, operate, seed):
+        return
+    update = partial(step.update.by_torch, step.group, step.step)
+    operate(step.memory, step.scaling, update, seed)
 
 
 def operate(memory: Memory, scaling: Scaling, update: Callable[..., None], seed: Tensor) -> None:

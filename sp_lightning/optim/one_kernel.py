@@ -24,7 +24,8 @@ from sp_lightning.optim.rules import Memory, Pass, Rule, Scaling
 
 _LOG = logging.getLogger(__name__)
 _GROUPS = 1 << 16  # groups of a piece, for whose size a kernel divides its work
-_WITHOUT = {"cpu"}  # types of devices for which nothing is compiled: numba does it there, or nothing can be
+# types of devices for which nothing is compiled: numba does it there, or nothing can be
+_WITHOUT = {"cpu"}
 
 Operations: TypeAlias = Callable[[Memory, Scaling, Callable[..., None], Tensor], None]
 """The operations of a kernel: all numbers are tensors, and the last one is the seed of a step."""
@@ -66,13 +67,14 @@ def _kernel_of(
     try:
         with torch.inference_mode(False), torch.no_grad():
             return _compile(operations, device, dtypes)
-    except Exception as error:  # there is no Triton, or no compiler of C++, or another version of these
+    # there is no Triton, or no compiler of C++, or another version of these
+    except Exception as error:
         _WITHOUT.add(device.type)
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         _LOG.warning(
-            "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many kernels instead of one. "
-            "The numbers are the same, but for the rounding of codes; with int8 moments an update moves 383 bytes of "
-            "GPU memory for each parameter instead of 19.",
+            "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many kernels "
+            "instead of one. The numbers are the same, but for the rounding of codes; with int8 moments "
+            "an update moves 383 bytes of GPU memory for each parameter instead of 19.",
             reason,
         )
         return None

@@ -16,7 +16,10 @@ from sp_lightning.optim.passes import Work, passes_of, run
 from sp_lightning.optim.rules import Pass, SignUpdate, Update
 
 COMPACT = "compact"
-"""The key that only the last param group of a checkpoint of compact state has; its value explains that to a reader."""
+"""The key that only the last param group of a checkpoint of compact state has.
+
+Its value explains that to a reader.
+"""
 
 
 class AdamW(Optimizer):

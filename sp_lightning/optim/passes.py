@@ -47,7 +47,8 @@ class Work(NamedTuple):
     weight: Tensor
     # the gradient as it arrived; it is only read. None if it is on the device, where passes get it later
     gradient: Tensor | None
-    state: State  # the optimizer's state of the weight; empty before it is made, and if there is none
+    # the optimizer's state of the weight; empty before it is made, and if there is none
+    state: State
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
     # the scaling of the gradient before the update; None if there are too many factors
     scaling: Scaling | None = NO_SCALING
@@ -88,9 +89,9 @@ def _check(memory: Memory) -> None:
     )
     if not is_right:
         raise RuntimeError(
-            f"A parameter of shape {tuple(weight.shape)} has optimizer state or a gradient for another shape, "
-            "dtype, device or order in memory. After a change such as `parameter.data = ...`, set its `grad` to "
-            "None and make a new optimizer."
+            f"A parameter of shape {tuple(weight.shape)} has optimizer state or a gradient for another "
+            "shape, dtype, device or order in memory. After a change such as `parameter.data = ...`, "
+            "set its `grad` to None and make a new optimizer."
         )
 
 
@@ -128,11 +129,13 @@ def compiled_kernels() -> Any:
     """
     try:
         return import_module("sp_lightning.optim.kernels")  # numba takes its time
-    except Exception as error:  # numba refuses versions of numpy and of Python by exceptions of several classes
+    # numba refuses versions of numpy and of Python by exceptions of several classes
+    except Exception as error:
         _LOG.warning(
-            "superpipeline: numba cannot be imported (%s), so torch's own kernels update weights on the CPU. "
-            "The numbers are the same, but such an update takes 3 times as long under mixed precision, and 10 to 35 "
-            "times with sp_lightning.optim over BF16 weights. For full speed: pip install 'sp-lightning[fast]'",
+            "superpipeline: numba cannot be imported (%s), so torch's own kernels update weights on the "
+            "CPU. The numbers are the same, but such an update takes 3 times as long under mixed "
+            "precision, and 10 to 35 times with sp_lightning.optim over BF16 weights. For full speed: "
+            "pip install 'sp-lightning[fast]'",
             error,
         )
         return None

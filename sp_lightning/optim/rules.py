@@ -87,7 +87,8 @@ class SignUpdate(Update):
     def rule(self, group: dict[str, Any], step: float) -> Rule:
         """Return the numbers of a step."""
         lr, beta1 = np.float32(float(group["lr"])), np.float32(float(group["betas"][0]))
-        return super().rule(group, step)._replace(lr=lr, correction=beta1)  # neither of them is corrected
+        # neither of them is corrected
+        return super().rule(group, step)._replace(lr=lr, correction=beta1)
 
     def by_torch(self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
         """Make a step in place by torch's operations, each of which rounds once, as the kernel does."""
