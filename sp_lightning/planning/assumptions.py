@@ -129,7 +129,16 @@ class Assumptions:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
         if self.moments is not None and self.optimizer not in COMPACT:
             raise ValueError(f"`moments` is for {' and '.join(COMPACT)}, not `optimizer={self.optimizer!r}`.")
-        _check_optimizer(self.optimizer)
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"`optimizer={self.optimizer!r}` is not in torch {torch.__version__}, "
+                f"which has {', '.join(OPTIMIZERS)}."
+            )
+        if _state_bytes(self.optimizer, (2, 2), torch.float32) is None:
+            raise ValueError(
+                f"`optimizer={self.optimizer!r}` cannot be planned: its step takes a closure, or sparse gradients. "
+                "Plan with another one that keeps as much state."
+            )
         for name, nbytes in {"device_memory": self.device_bytes, "host_memory": self.host_bytes}.items():
             if nbytes < _LEAST_MEMORY:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
@@ -168,8 +177,11 @@ class Assumptions:
 
         `arguments` has the field of each argument.
         """
-        values = {argument: getattr(self, field) for argument, field in arguments.items()}
-        return {name: value for name, value in values.items() if value != getattr(Assumptions, arguments[name])}
+        return {
+            argument: getattr(self, field)
+            for argument, field in arguments.items()
+            if getattr(self, field) != getattr(Assumptions, field)
+        }
 
     @property
     def tokens_in_step(self) -> int:
@@ -211,18 +223,6 @@ def _state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> 
     weight = torch.empty(shape, dtype=dtype, device="meta")
     state = state_after_dry_step(OPTIMIZERS[optimizer], [{"params": [weight]}])
     return None if state is None else sum(value.nbytes for value in state if value.dim())
-
-
-def _check_optimizer(name: str) -> None:
-    if name not in OPTIMIZERS:
-        raise ValueError(
-            f"`optimizer={name!r}` is not in torch {torch.__version__}, which has {', '.join(OPTIMIZERS)}."
-        )
-    if _state_bytes(name, (2, 2), torch.float32) is None:
-        raise ValueError(
-            f"`optimizer={name!r}` cannot be planned: its step takes a closure, or sparse gradients. Plan with another "
-            "one that keeps as much state."
-        )
 
 
 def _bytes_of(memory: int | str | None, otherwise: int) -> int:

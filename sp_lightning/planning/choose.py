@@ -176,8 +176,7 @@ class _Search:
     def _filled(self, draft: _Draft) -> _Draft:
         """Return the draft with as many units on the device as fit."""
         more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
-        work = self._workload
-        living = bisect_right(more, self._room, key=lambda draft: device_bytes(work, self._choice(draft)))
+        living = bisect_right(more, self._room, key=lambda draft: device_bytes(self._workload, self._choice(draft)))
         return draft._replace(living=living)
 
     def too_little(self, k: int) -> TooLittleMemory:

@@ -262,10 +262,12 @@ class _Pass:
             # the lane is idle until one of the remaining units has been stepped; others do not wait for it
             begin = min(self._ready[number % max(1, self._resident) :])
             is_there = not self._streams[number] or len(freed) in staying
-            if not is_there and len(freed) >= self._slots:
-                begin = max(begin, freed[-self._slots])
-            nbytes = 0 if is_there else unit.weight_bytes
-            if is_there and self._steps and number in self._kept_on_host:
+            nbytes = 0
+            if not is_there:
+                nbytes = unit.weight_bytes
+                if len(freed) >= self._slots:
+                    begin = max(begin, freed[-self._slots])
+            elif self._steps and number in self._kept_on_host:
                 nbytes = unit.bytes_after_step
             arrived = self._bring(number, begin, nbytes) if brought is None else brought[number]
             self._compute.move(self._slower * unit.forward_seconds, arrived)

@@ -70,7 +70,9 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
     module = _on_meta(module, None if is_mixed and given.lora is None else dtype)
     vocabulary = frozenset(table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding))
-    chosen_experts = _chosen_experts(module)
+    # transformers' routers call the number by this name
+    chosen = (getattr(part, "top_k", None) for part in module.modules())
+    chosen_experts = next((number for number in chosen if isinstance(number, int)), None)
     if given.lora is not None:
         _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, given.device_bytes)
@@ -126,12 +128,6 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         outside_bytes=resident.ways[0].held,
         turn_bytes=int(turn),
     )
-
-
-def _chosen_experts(module: nn.Module) -> int | None:
-    """Return how many experts of a mixture each token passes, as transformers' routers call it."""
-    chosen = (getattr(part, "top_k", None) for part in module.modules())
-    return next((number for number in chosen if isinstance(number, int)), None)
 
 
 def _add_adapters(module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None) -> None:

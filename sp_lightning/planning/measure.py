@@ -54,7 +54,7 @@ def work_of(
     weights = unit.every_weight
     trained = [weight for weight in weights if trains and weight.master.requires_grad]
     masters = sum(weight.nbytes for weight in trained)
-    gradients = gradient_bytes(trained) if trained else 0
+    gradients = gradient_bytes(trained)
     on_host = state + sum(weight.nbytes + weight.compute_bytes * weight.lowered for weight in weights)
     step_bytes = 2 * (masters + state) + sum(weight.compute_bytes for weight in trained)
     update = step_bytes + gradients

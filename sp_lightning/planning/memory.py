@@ -88,15 +88,12 @@ def first_choice(workload: Workload, device_room: float = 0.0, host_room: float 
     """
     units = workload.units
     first = Choice(min(2, max(1, len(units))), ways=tuple(unit.way("recompute") for unit in units))
-    if first_host_bytes(workload, first) <= host_room:
-        return first
-    first = _with_most_waiting(workload, first, device_room)
     able_to_live = workload.able_to_live if workload.may_stay else ()
-    for count in range(1, len(able_to_live) + 1):
+    for count in range(len(able_to_live) + 1):
         if first_host_bytes(workload, first) <= host_room:
             break
         next_one = replace(first, living=able_to_live[:count], waiting=())
-        if device_bytes(workload, next_one) > device_room:
+        if count and device_bytes(workload, next_one) > device_room:
             break
         first = _with_most_waiting(workload, next_one, device_room)
     return first

@@ -160,5 +160,5 @@ def _compile_updates(engine: Engine) -> None:
 def _as_measured(engine: Engine, workload: Workload) -> Choice:
     """Return the choice of the first steps, in all that matters to host memory."""
     waited = engine.waiting.waited
-    waiting = [number for number, unit in enumerate(workload.everything) if unit.name in waited]
-    return Choice(1, living=workload.staying or (), waiting=tuple(waiting))
+    waiting = tuple(number for number, unit in enumerate(workload.everything) if unit.name in waited)
+    return Choice(1, living=workload.staying or (), waiting=waiting)
