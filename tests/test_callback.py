@@ -131,11 +131,11 @@ def test_metrics_of_a_fit():
     """
     notes, plain_notes = Notes(), Notes()
     arguments = {"max_epochs": 4, "log_every_n_steps": 4}
-    fit(trainer(plain(), logger=plain_notes, **arguments), Base())
+    trainer(plain(), logger=plain_notes, **arguments).fit(Base(), loader(6), loader(2))
     run = trainer(streamed(k=2), logger=notes, callbacks=SuperpipelineCallback(), **arguments)
-    fit(run, Base())
+    run.fit(Base(), loader(6), loader(2))  # the last four steps are in one epoch
     lines = notes.ours()
-    assert [step for step, _ in lines] == [3, 7, 11, 15]
+    assert [step for step, _ in lines] == [3, 7, 11, 15, 19, 23]
     names = [{name.removeprefix(PREFIX) for name in values} for _, values in lines]
     counted, timed = documented_metrics()
     assert counted | timed in names
