@@ -94,8 +94,8 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """Run the command; its status, and the lines that it printed."""
 
     def run(*arguments: str, ways: slice = slice(None)) -> tuple[int, list[str]]:
-        def some(*args: Any) -> list[Way]:
-            return list(all_ways(*args))[ways]
+        def some(*args: Any, **named: Any) -> list[Way]:
+            return list(all_ways(*args, **named))[ways]
 
         monkeypatch.setattr(program, "all_ways", some)
         monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", *arguments])

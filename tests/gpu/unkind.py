@@ -49,6 +49,7 @@ LAGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 PAGEABLE = {
     "check.py: _train": "what is compared, and plain training",
+    "check.py: lost_uploads": "what is compared",
     "check_program/observer.py: _note": "what is compared",
     "check_program/observer.py: digest": "what is compared",
     "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
