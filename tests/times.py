@@ -1,6 +1,7 @@
 """How much CPU time each test takes: written to times.json, and held to a budget.
 
-It is the time of the test's process, of its threads, and of all processes that come from it.
+It is the time of the test's process, of its threads, and of all processes that come from it. Under load, or on a slower
+machine, the same work takes more of it: a yardstick between the tests tells by how much, and times are divided by that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,6 +20,15 @@ from .selection import CASE, NOTICED, TIMES, Case, seconds_of
 
 DEAREST = 10
 STEADY = 1.5  # a time that has changed less than this stays in the file as it is
+USUAL = 0.004  # CPU seconds of the yardstick on the machine of times.json, which had nothing else to do
+ONE_IN = 20  # tests, after which the yardstick is laid on
+
+
+def yardstick() -> float:
+    """Return the CPU seconds of a little work."""
+    begin = time.thread_time()
+    sum(number * number % 7 for number in range(50_000))
+    return time.thread_time() - begin
 
 
 def cpu_seconds() -> float:
@@ -57,6 +68,8 @@ class Times:
         self._shared: dict[tuple[str, str], float] = {}  # what fixtures of several tests took, by place and name
         self._alone: Counter[Case] = Counter()  # with these in full
         self._skipped: set[Case] = set()
+        self._tests = 0
+        self._yardsticks: list[float] = []
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Any:
@@ -84,6 +97,10 @@ class Times:
             shared = self._shared.items()
             used = [took for (place, name), took in shared if name in item.fixturenames and place in item.nodeid]
             report.shared = sum(used)
+            self._tests += 1
+            if self._tests % ONE_IN == 1:
+                report.yardstick = yardstick()
+                self._last = cpu_seconds()
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -94,6 +111,8 @@ class Times:
         self._alone[case] += report.seconds + report.shared
         if report.skipped:
             self._skipped.add(case)
+        if hasattr(report, "yardstick"):
+            self._yardsticks.append(report.yardstick)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
@@ -110,18 +129,29 @@ class Times:
             return
         spent = self._plain_seconds()
         terminalreporter.section("CPU time")
-        terminalreporter.line(f"The tests of a plain run took {spent:.0f} s of CPU, of {budget} s at most.")
+        terminalreporter.line(f"The tests of a plain run took {spent:.0f} s of CPU, of {budget:.0f} s at most.")
+        if (slowness := self._slowness()) > 1:
+            terminalreporter.line(f"(Divided by {slowness:.2f}: this processor is slower than usual, or has other work.)")
         if spent > budget:
             terminalreporter.line("Make some of them quicker, or measure again with --write-times. The dearest:")
-            plain = Counter({case: seconds for case, seconds in self._seconds.items() if case.is_plain})
+            plain = Counter({case: seconds for case, seconds in self._usual(self._seconds).items() if case.is_plain})
             for case, seconds in plain.most_common(DEAREST):
                 terminalreporter.line(f"{seconds:6.1f} s  {case.function}, case {case.number + 1}")
 
     def _plain_seconds(self) -> float:
-        return sum(seconds for case, seconds in self._seconds.items() if case.is_plain)
+        return sum(seconds for case, seconds in self._usual(self._seconds).items() if case.is_plain)
+
+    def _slowness(self) -> float:
+        return max(1.0, fmean(self._yardsticks or [USUAL]) / USUAL)
+
+    def _usual(self, seconds: Counter[Case]) -> dict[Case, float]:
+        """Return the seconds that the same work takes on the machine of times.json."""
+        slowness = self._slowness()
+        return {case: each / slowness for case, each in seconds.items()}
 
     def _write(self) -> None:
-        times = updated(seconds_of, {case: each for case, each in self._alone.items() if case not in self._skipped})
+        alone = self._usual(self._alone)
+        times = updated(seconds_of, {case: each for case, each in alone.items() if case not in self._skipped})
         lines = [f"{json.dumps(function)}: {json.dumps(times[function])}" for function in sorted(times)]
         TIMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
