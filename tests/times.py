@@ -131,7 +131,7 @@ class Times:
         terminalreporter.section("CPU time")
         terminalreporter.line(f"The tests of a plain run took {spent:.0f} s of CPU, of {budget:.0f} s at most.")
         if (slowness := self._slowness()) > 1:
-            terminalreporter.line(f"(Divided by {slowness:.2f}: this processor is slower than usual, or has other work.)")
+            terminalreporter.line(f"(Divided by {slowness:.2f}: this processor is slow, or has other work.)")
         if spent > budget:
             terminalreporter.line("Make some of them quicker, or measure again with --write-times. The dearest:")
             plain = Counter({case: seconds for case, seconds in self._usual(self._seconds).items() if case.is_plain})
