@@ -4,7 +4,7 @@
     python examples/benchmarks/bench.py run --set toy --time-limit 120 --output x.json  # runs on any laptop
     python examples/benchmarks/bench.py render x.json --plots FOLDER                    # tables and pictures from JSON
 
-`docs/performance.md` explains what is measured, and how to read the results.
+The README.md beside this file explains what is measured, and how to read the results.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The engine's own rules find the units, on a copy of the model on the meta device. Each weight matrix multiplies and adds
 once for each token, an expert's once for each token that passes it, and attention once for each pair of tokens of a
 row. A matrix saves a constant part of the bytes that it reads and writes: that of decoders with fused attention, for
-rows of any length (docs/planning.md).
+rows of any length (docs/cli.md).
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ def test_state_of_optimizers(name):
 
 
 def test_published_runs_lie_where_their_gpus_reach():
-    """Two of the table in docs/planning.md, which has them all."""
+    """Two of the table in tools/README.md, which has them all."""
     for run in (replay.RUNS[0], replay.RUNS[5]):
         low, high = replay.predicted(run)
         assert low < run.published < 1.05 * high
