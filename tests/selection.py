@@ -5,9 +5,10 @@
 - If more than four quick cases of a grid take 0.1 s or more, half of these run: those on the diagonals, so that each
   value is there with some others.
 - Whatever tests share, such as a server of processes, counts for each of them in full.
+- `--all` runs all tests, with a quarter of the random programs (`parts`). Of a grid with more than four cases of half
+  a second or more, it runs half of these.
+- `--nightly` leaves nothing out, and runs each test of gpu/ with everything that may lag.
 - A file that is named on the command line runs whole. So does what `-m` selects.
-- `--all` runs all tests, with a quarter of the random programs (`parts`); `--nightly` draws all of them, and runs each
-  test of gpu/ with everything that may lag.
 
 `pytest --all --write-times` measures. test_selection.py asserts that each promise of README.md has a plain test.
 """
@@ -18,6 +19,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +29,7 @@ import pytest
 TESTS = Path(__file__).parent
 TIMES = TESTS / "times.json"
 
-QUICK, AT_MOST, NOTICED, FEW = 0.25, 1.5, 0.1, 4
+QUICK, AT_MOST, NOTICED, DEAR, FEW = 0.25, 1.5, 0.1, 0.5, 4
 
 seconds_of: dict[str, list[float]] = json.loads(TIMES.read_text(encoding="utf-8"))
 """The CPU seconds of each case of a test, in the order in which pytest collects them, if one takes 0.1 s or more."""
@@ -36,13 +38,21 @@ is_plain_run = is_nightly = False
 """Set before a test file is imported."""
 
 
+class Tier(IntEnum):
+    """The runs that a test is part of: those of its tier, and of all above it."""
+
+    PLAIN = 1
+    ALL = 2
+    NIGHTLY = 3
+
+
 class Case(NamedTuple):
     """A test, as times.json knows it."""
 
     function: str
     number: int
     place: int
-    is_plain: bool
+    tier: Tier
 
 
 CASE = pytest.StashKey[Case]()
@@ -65,18 +75,20 @@ def asks_for_all(config: pytest.Config) -> bool:
     return any(map(config.getoption, ("all", "markexpr", "nightly")))
 
 
-def plain_cases(seconds: Sequence[float], places: Sequence[int]) -> list[bool]:
-    """Which cases of a test run, by their times and their places in the grid."""
-    quick = [each < QUICK for each in seconds]
-    noticed = [is_quick and each >= NOTICED for is_quick, each in zip(quick, seconds, strict=True)]
-    if sum(noticed) > FEW:
-        quick = [
-            is_quick and (not is_noticed or place % 2 == 0)
-            for is_quick, is_noticed, place in zip(quick, noticed, places, strict=True)
-        ]
+def tiers_of(seconds: Sequence[float], places: Sequence[int]) -> list[Tier]:
+    """The tiers of the cases of a test, by their times and their places in the grid."""
+    is_on_diagonal = [place % 2 == 0 for place in places]
+    is_noticed = [NOTICED <= each < QUICK for each in seconds]
+    is_dear = [each >= DEAR for each in seconds]
+    tiers = []
+    for each, on_diagonal, noticed, dear in zip(seconds, is_on_diagonal, is_noticed, is_dear, strict=True):
+        is_plain = each < QUICK and (not noticed or on_diagonal or sum(is_noticed) <= FEW)
+        is_of_all = not dear or on_diagonal or sum(is_dear) <= FEW
+        tiers.append(Tier.PLAIN if is_plain else Tier.ALL if is_of_all else Tier.NIGHTLY)
     cheapest = min(seconds)
-    quick[seconds.index(cheapest)] = cheapest < AT_MOST
-    return quick
+    if cheapest < AT_MOST:
+        tiers[seconds.index(cheapest)] = Tier.PLAIN
+    return tiers
 
 
 def places_of(cases: Sequence[pytest.Item]) -> list[int]:
@@ -94,7 +106,7 @@ def places_of(cases: Sequence[pytest.Item]) -> list[int]:
 
 
 def note_cases(items: Sequence[pytest.Item]) -> None:
-    """Decide for each test whether it is plain."""
+    """Decide for each test in which runs it is."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.removeprefix("tests/").partition("[")[0]].append(item)
@@ -102,9 +114,9 @@ def note_cases(items: Sequence[pytest.Item]) -> None:
         known = seconds_of.get(function, [])[: len(of_function)]
         seconds = [*known, *[0.0] * (len(of_function) - len(known))]
         places = places_of(of_function)
-        plain = plain_cases(seconds, places)
-        for number, (item, place, is_plain) in enumerate(zip(of_function, places, plain, strict=True)):
-            item.stash[CASE] = Case(function, number, place, is_plain)
+        tiers = tiers_of(seconds, places)
+        for number, (item, place, tier) in enumerate(zip(of_function, places, tiers, strict=True)):
+            item.stash[CASE] = Case(function, number, place, tier)
 
 
 @cache
@@ -131,8 +143,10 @@ def has_plain_tests(path: Path) -> bool:
 
 def left_out(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The tests that nobody has asked for."""
-    if asks_for_all(config):
+    if config.getoption("nightly") or (config.getoption("markexpr") and not config.getoption("all")):
         return []
+    if config.getoption("all"):
+        return [item for item in items if item.stash[CASE].tier is Tier.NIGHTLY]
     folder = config.invocation_params.dir
     named = {(folder / argument.partition("::")[0]).resolve() for argument in config.args}
-    return [item for item in items if not item.stash[CASE].is_plain and item.path.resolve() not in named]
+    return [item for item in items if item.stash[CASE].tier > Tier.PLAIN and item.path.resolve() not in named]

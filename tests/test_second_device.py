@@ -63,8 +63,7 @@ def test_what_needs_an_accelerator(
     # a thread ends and names a test that hangs: a signal would not be heard by one that waits within CUDA
     command = ["pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout-method=thread"]
     command += [f"tests/gpu/{name}" for name in sorted(files)]
-    if request.config.getoption("nightly"):
-        command.append("--nightly")
+    command.append("--nightly" if request.config.getoption("nightly") else "--all")
     ended = run(environment, "-m", *command)
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
     passed = re.search(r"(\d+) passed", ended.stdout)

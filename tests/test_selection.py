@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from .selection import AT_MOST, CASE, TESTS, Case, functions_in, left_out, plain_cases, seconds_of_cases
+from .selection import AT_MOST, CASE, TESTS, Case, Tier, functions_in, left_out, seconds_of_cases, tiers_of
 from .times import Times, updated
 
 
@@ -28,36 +28,47 @@ from .times import Times, updated
     ],
 )
 def test_the_rule(seconds: list[float], plain: list[int]):
-    assert [number for number, runs in enumerate(plain_cases(seconds, range(len(seconds)))) if runs] == plain
+    tiers = tiers_of(seconds, range(len(seconds)))
+    assert [number for number, tier in enumerate(tiers) if tier is Tier.PLAIN] == plain
+    assert Tier.NIGHTLY not in tiers
+
+
+def test_of_many_that_take_long_half_run_at_night_alone():
+    plain, of_all, nightly = Tier
+    seconds = [0.9, 0.5, 0.4, 0.8, 0.7, 0.0, 0.6]
+    assert tiers_of(seconds, range(7)) == [of_all, nightly, of_all, nightly, of_all, plain, of_all]
+    assert tiers_of(seconds[:4], range(4)) == [of_all, of_all, plain, of_all]
 
 
 @pytest.mark.parametrize("letter", "abcd")
 @pytest.mark.parametrize(("number", "name"), [(1, "one"), (2, "two"), (3, "three")])
 def test_half_of_a_grid_has_each_value(letter: str, number: int, name: str, request: pytest.FixtureRequest):
     """This is one, of which nine cases are on the diagonals; a new test without measured times runs whole."""
-    assert request.node.stash[CASE].is_plain
+    assert request.node.stash[CASE].tier is Tier.PLAIN
     assert request.node.stash[CASE].place == "abcd".index(letter) + number - 1
 
 
-def runs(arguments: list[str], plain: bool, **asked_by: object) -> bool:
+def runs(arguments: list[str], tier: Tier, **asked_by: object) -> bool:
     """Whether a test of tests/test_compile.py runs."""
     options = {"all": False, "markexpr": "", "nightly": False, **asked_by}
     config = SimpleNamespace(getoption=options.get, args=arguments, invocation_params=SimpleNamespace(dir=TESTS.parent))
-    item = SimpleNamespace(path=TESTS / "test_compile.py", stash={CASE: Case("", 0, 0, plain)})
+    item = SimpleNamespace(path=TESTS / "test_compile.py", stash={CASE: Case("", 0, 0, tier)})
     return not left_out(config, [item])
 
 
 @pytest.mark.parametrize("arguments", [["tests"], ["tests/pipeline", "tests/test_overlap.py"]])
 def test_a_plain_run_leaves_out_what_takes_long(arguments: list[str]):
-    assert runs(arguments, plain=True)
-    assert not runs(arguments, plain=False)
+    assert runs(arguments, Tier.PLAIN)
+    assert not runs(arguments, Tier.ALL)
+    assert runs(arguments, Tier.ALL, all=True)
+    assert not runs(arguments, Tier.NIGHTLY, all=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "asked_by"),
     [
-        (["tests"], {"all": True}),
         (["tests"], {"nightly": True}),
+        (["tests"], {"nightly": True, "all": True}),
         (["tests"], {"markexpr": "gpu"}),
         (["tests/test_overlap.py", "tests/test_compile.py"], {}),
         (["tests/test_compile.py::test_lightning"], {}),
@@ -65,7 +76,7 @@ def test_a_plain_run_leaves_out_what_takes_long(arguments: list[str]):
     ],
 )
 def test_who_asks_for_a_test_gets_it(arguments: list[str], asked_by: dict[str, object]):
-    assert runs(arguments, plain=False, **asked_by)
+    assert runs(arguments, Tier.NIGHTLY, **asked_by)
 
 
 def named_tests(name: str) -> list[tuple[Path, str]]:
@@ -114,7 +125,7 @@ def test_a_plain_run_is_most_of_the_suite(request: pytest.FixtureRequest):
     items = request.session.items
     if not request.config.getoption("all") or {item.path for item in items} < {*TESTS.rglob("test_*.py")}:
         pytest.skip("not all tests were collected")
-    assert sum(item.stash[CASE].is_plain and not item.get_closest_marker("gpu") for item in items) >= 1_800
+    assert sum(item.stash[CASE].tier is Tier.PLAIN and not item.get_closest_marker("gpu") for item in items) >= 1_800
 
 
 def test_a_budget_fails_the_run_and_names_the_dearest():
@@ -123,13 +134,13 @@ def test_a_budget_fails_the_run_and_names_the_dearest():
     times = Times(SimpleNamespace(getoption=options.get))
     said: list[str] = []
     reporter = SimpleNamespace(section=said.append, line=said.append)
-    for function, seconds, plain, says in [
-        ("dear", 2, True, ""),
-        ("long", 9, False, ""),
-        ("cheap", 1.5, True, "   2.0 s  dear, case 1\n   1.5 s  cheap, case 1"),
+    for function, seconds, tier, says in [
+        ("dear", 2, Tier.PLAIN, ""),
+        ("long", 9, Tier.ALL, ""),
+        ("cheap", 1.5, Tier.PLAIN, "   2.0 s  dear, case 1\n   1.5 s  cheap, case 1"),
     ]:
         times.pytest_runtest_logreport(
-            SimpleNamespace(case=tuple(Case(function, 0, 0, plain)), seconds=seconds, shared=0, skipped=False)
+            SimpleNamespace(case=tuple(Case(function, 0, 0, tier)), seconds=seconds, shared=0, skipped=False)
         )
         session = SimpleNamespace(exitstatus=0)
         times.pytest_sessionfinish(session)
@@ -144,6 +155,6 @@ def test_times_are_updated():
     """What ran is there if it takes long enough; nearly the same times stay, and so does what did not run."""
     exists, too = "test_selection.py::test_the_rule", "test_selection.py::test_half_of_a_grid_has_each_value"
     before = {exists: [0.3, 0.5, 2.0], "test_gone.py::test": [1.0], too: [0.7]}
-    measured = {Case(exists, 0, 0, True): 0.4, Case(exists, 2, 2, True): 0.96}
+    measured = {Case(exists, 0, 0, Tier.PLAIN): 0.4, Case(exists, 2, 2, Tier.PLAIN): 0.96}
     assert updated(before, measured) == {exists: [0.3, 0.5, 1.0], too: [0.7]}
-    assert updated(before, {Case(too, 0, 0, True): 0.04}) == {exists: [0.3, 0.5, 2.0]}
+    assert updated(before, {Case(too, 0, 0, Tier.PLAIN): 0.04}) == {exists: [0.3, 0.5, 2.0]}

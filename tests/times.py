@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .selection import CASE, NOTICED, TIMES, Case, seconds_of
+from .selection import CASE, NOTICED, TIMES, Case, Tier, seconds_of
 
 DEAREST = 10
 STEADY = 1.5  # a time that has changed less than this stays in the file as it is
@@ -91,7 +91,8 @@ class Times:
         report = yield
         now = cpu_seconds()
         report.seconds, self._last = now - self._last, now
-        report.case = tuple(item.stash[CASE])
+        *case, tier = item.stash[CASE]
+        report.case = (*case, tier.value)  # xdist sends plain numbers
         report.shared = 0.0
         if report.when == "teardown":
             shared = self._shared.items()
@@ -106,7 +107,8 @@ class Times:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if not hasattr(report, "case"):  # of a worker that died
             return
-        case = Case(*report.case)
+        *case, tier = report.case
+        case = Case(*case, Tier(tier))
         self._seconds[case] += report.seconds
         self._alone[case] += report.seconds + report.shared
         if report.skipped:
@@ -134,12 +136,14 @@ class Times:
             terminalreporter.line(f"(Divided by {slowness:.2f}: this processor is slow, or has other work.)")
         if spent > budget:
             terminalreporter.line("Make some of them quicker, or measure again with --write-times. The dearest:")
-            plain = Counter({case: seconds for case, seconds in self._usual(self._seconds).items() if case.is_plain})
+            plain = Counter(
+                {case: seconds for case, seconds in self._usual(self._seconds).items() if case.tier is Tier.PLAIN}
+            )
             for case, seconds in plain.most_common(DEAREST):
                 terminalreporter.line(f"{seconds:6.1f} s  {case.function}, case {case.number + 1}")
 
     def _plain_seconds(self) -> float:
-        return sum(seconds for case, seconds in self._usual(self._seconds).items() if case.is_plain)
+        return sum(seconds for case, seconds in self._usual(self._seconds).items() if case.tier is Tier.PLAIN)
 
     def _slowness(self) -> float:
         return max(1.0, fmean(self._yardsticks or [USUAL]) / USUAL)
@@ -162,7 +166,7 @@ def updated(before: dict[str, list[float]], measured: dict[Case, float]) -> dict
     for function in {case.function for case in measured}:
         cases = {case.number: seconds for case, seconds in measured.items() if case.function == function}
         known = times.pop(function, [])
-        found = [_steady(cases.get(number), known[number:]) for number in range(max(cases) + 1)]
+        found = [_steady(cases.get(number), known[number:]) for number in range(max([*cases, len(known) - 1]) + 1)]
         if max(found) >= NOTICED:
             times[function] = found
     return times
