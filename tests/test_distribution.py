@@ -130,7 +130,7 @@ def test_the_commands_of_the_readme(home, tmp_path):
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     path = f"{tmp_path / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **offline, "PATH": path}
-    del environment["PYTHONPATH"]
+    environment.pop("PYTHONPATH", None)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     *commands, train = [
         line.partition("  #")[0]
