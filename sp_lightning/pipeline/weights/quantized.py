@@ -37,13 +37,6 @@ def _can_move(part: Tensor) -> bool:
     return is_strided and is_dense(part) and part.numel() > 0
 
 
-def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter as `Module.to` does, which knows tensors that contain others, and calls a class's own `to`."""
-    owner = nn.Module()
-    owner.register_parameter("parameter", parameter)
-    owner.to(device)
-
-
 class QuantizedTwin(Twin):
     """A quantized weight on the device."""
 
