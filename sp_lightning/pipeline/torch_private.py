@@ -231,7 +231,10 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
     return stand_in
 
 
-def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[Tensor, dict[str, Any]]], None]:
+CodeOfStep = Callable[[dict[Tensor, dict[str, Any]]], None]
+
+
+def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> CodeOfStep:
     """Return a function that runs the `step` of an optimizer's class, with hyperparameters, for a state's parameters.
 
     It calls the function below torch's wrapper around `step`: it runs many times for parts of a unit, and neither hooks

@@ -21,7 +21,7 @@ from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
-from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
+from sp_lightning.pipeline.torch_private import CodeOfStep, code_of_step, has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
@@ -232,3 +232,8 @@ class Step:
     def one_passes(self) -> list[OnePass]:
         """The one-pass update of each param group's weights."""
         return [OnePass(self.optimizer, settings) for settings in self.settings]
+
+    @cached_property
+    def codes(self) -> list[CodeOfStep]:
+        """The optimizer's own code for each param group's weights."""
+        return [code_of_step(self.optimizer, settings.copy()) for settings in self.settings]
