@@ -160,13 +160,17 @@ class OptimizerWeights:
         self.parameters = identities_of(optimizer)
         # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
         self.gradients: dict[Gradient, int] = {}
+        # The parameters of each param group that are no weights.
+        self.others: list[list[nn.Parameter]] = [[] for _ in self.parameters]
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
-                # Quantized weights are not trained.
-                if weight is not None and not isinstance(weight, QuantizedWeight):
+                if weight is None:
+                    self.others[number].append(parameter)
+                elif not isinstance(weight, QuantizedWeight):  # quantized weights are not trained
                     self.gradients[stream.gradient_of[weight]] = number
-        units = {gradient.weight.unit for gradient in self.gradients}
+        self.weights = {gradient.weight for gradient in self.gradients}
+        units = {weight.unit for weight in self.weights}
         # The units of the weights; the one that the next forward needs first comes first.
         self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ from sp_lightning.pipeline.window.window import Window
 # Gradients of this many elements are cast and scaled one by one; smaller ones together, to save Python's time.
 _ALONE = 1 << 16
 
-Update: TypeAlias = tuple[Work, Sequence[Tensor]]
-"""The work for a weight, and the factors that unscale and clip its gradient before the update."""
+Update: TypeAlias = tuple[Tensor, Tensor, dict[str, Any], Tensor | None, Sequence[Tensor]]
+"""A weight, its gradient, the optimizer's state, the copy that is sent, and the factors that scale the gradient."""
 
 Generation: TypeAlias = tuple[SharedMemory, int]
 """Masters in shared memory, and the number that they have when a step is done."""
@@ -119,8 +119,8 @@ class UnitSteps:
                 if gradient in inputs:
                     weight = gradient.weight
                     tensor, state = inputs[gradient]
-                    work = Work(weight.master.data, tensor, state, copy)
-                    updates[step.optimizer_weights.gradients[gradient]].append((work, gradient.factors))
+                    update = weight.master.data, tensor, state, copy, gradient.factors
+                    updates[step.optimizer_weights.gradients[gradient]].append(update)
                     moved_bytes += 2 * weight.engine_memory.nbytes + tensor.nbytes
         weights = {gradient.weight for gradient in inputs}
         generations = self._next_generations(unit, step.optimizer_weights)
@@ -160,8 +160,7 @@ class UnitSteps:
             return
         self.window.finish_optimizer(unit)
         if unit.is_followed:
-            stepped_gradients = optimizer_weights.gradients
-            weights = {weight for weight in unit.weights if self.stream.gradient_of[weight] in stepped_gradients}
+            weights = optimizer_weights.weights.intersection(unit.weights)
             published = [memory.when_published(number) for memory, number in generations]
             job = Job(partial(note_stepped, unit.segments, weights), published)
             self._hand_over(unit, weights, job)
@@ -179,9 +178,7 @@ class UnitSteps:
             return generations
         for segment in unit.segments:
             memory = segment.memory.shared
-            if memory is None:
-                continue
-            if any(self.stream.gradient_of[weight] in optimizer_weights.gradients for weight in segment.weights):
+            if memory is not None and not optimizer_weights.weights.isdisjoint(segment.weights):
                 memory.generation += 1
                 generations.append((memory, memory.generation))
         return generations
@@ -253,15 +250,16 @@ def update_weights(step: Step, number: int, updates: Sequence[Update]) -> None:
     # First steps run separately: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none.
     together: dict[bool, list[Update]] = {}
     works: list[Work] = []
-    for work, factors in updates:
-        work = work._replace(scaling=scaling_of(factors))
+    for update in updates:
+        weight, gradient, state, copy, factors = update
+        work = Work(weight, gradient, state, copy, scaling_of(factors))
         if one_pass.takes(work):
             works.append(work)
-        elif work.weight.numel() < _ALONE:
-            is_first = all(value is None for value in work.state.values())
-            together.setdefault(is_first, []).append((work, factors))
+        elif weight.numel() < _ALONE:
+            is_first = state.get("momentum_buffer") is None
+            together.setdefault(is_first, []).append(update)
         else:
-            _update(code, [(work, factors)])
+            _update(code, [update])
     for small in together.values():
         _update(code, small)
     if works:
@@ -270,16 +268,14 @@ def update_weights(step: Step, number: int, updates: Sequence[Update]) -> None:
 
 def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
-    for work, factors in updates:
-        weight, gradient = work.weight, work.gradient
-        assert gradient is not None
+    for weight, gradient, _, _, factors in updates:
         factors = [factor for factor in factors if factor != 1]
         if factors or gradient.dtype != weight.dtype:
             gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
             for factor in factors:
                 gradient.mul_(factor)
         weight.grad = gradient
-    code({work.weight: work.state for work, _ in updates})
-    for work, _ in updates:
-        if work.copy is not None:
-            work.copy.copy_(work.weight)
+    code({weight: state for weight, _, state, _, _ in updates})
+    for weight, _, _, copy, _ in updates:
+        if copy is not None:
+            copy.copy_(weight)
