@@ -130,7 +130,7 @@ class Unit:
         for segment in self.segments:
             segment.place = nothing
         for weight in self.weights:
-            weight.leave_device(self)
+            weight.leave_device()
 
     def set_segments(self, segments: Sequence[Segment], pin: bool = True) -> None:
         """Have the unit copied from this host memory, pinned if that is possible."""

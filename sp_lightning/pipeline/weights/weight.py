@@ -289,10 +289,9 @@ class Weight:
         """Write values to the master that a forward has written on the device."""
         self.master.copy_(arrived)  # torch counts this write
 
-    def leave_device(self, unit: Unit) -> None:
-        """Release the place on the device in a unit, and the other twins that graphs have."""
-        data = self.twin.data
-        self.twin.set_place(unit, torch.empty(0, dtype=data.dtype, device=data.device))
+    def leave_device(self) -> None:
+        """Release the place on the device, and the other twins that graphs have."""
+        self.twin.set_place(self.twin.unit, self.twin.data.new_empty(0))
         for twin in self.twins_in_graphs:
             twin.refuse_gradients()
         self.twins_in_graphs.clear()
