@@ -184,7 +184,7 @@ class Handle:
         self.key = twin.key
         self._twin = twin
         with without_torch_function():
-            self.alias = tensor.detach() if contains_others(tensor) else tensor
+            self.alias = tensor if twin.changes_class or not contains_others(tensor) else tensor.detach()
             self._version = twin.version()
         self._readers = twin.unit.readers
         self._readers.handles += 1
