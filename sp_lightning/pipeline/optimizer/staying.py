@@ -210,13 +210,13 @@ class StayingUnits:
         """Note from now on whether backward brings gradients to parameters that stay on the device."""
         for hook in self._hooks:
             hook.remove()
-        trained = [parameter for parameter in arrangement.parameters_on_device if parameter.requires_grad]
         if self._processes is not None:
             self._processes.copies = arrangement.named_on_device
             self._processes.look_at_copies(changed_alike=True)
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
-                for parameter in trained
+                for parameter in arrangement.parameters_on_device
+                if parameter.requires_grad
             ]
 
     def _note_gradient(self, _: Tensor) -> None:
