@@ -40,9 +40,9 @@ def _nothing(*_: Any) -> Accesses:
 
 
 def _of_step(_: None, unit: Unit, step: Any, updates: Any, *args: Any) -> Accesses:
-    pairs = [pair for of_group in updates.values() for pair in of_group]
-    reads = [each for work, factors in pairs for each in (work.gradient, *factors)]
-    return reads, [each for work, _ in pairs for each in (work.weight, work.copy, *tree_leaves(work.state))]
+    of_all = [update for of_group in updates.values() for update in of_group]
+    reads = [each for _, gradient, _, _, factors in of_all for each in (gradient, *factors)]
+    return reads, [each for weight, _, state, copy, _ in of_all for each in (weight, copy, *tree_leaves(state))]
 
 
 def _of_sums(_: None, sums: Any, dtype: object) -> Accesses:

@@ -30,14 +30,13 @@ from sp_lightning.pipeline.graphs import Graphs, Opener
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
-from sp_lightning.pipeline.optimizer.staying import StayingUnits
+from sp_lightning.pipeline.optimizer.staying import StayingUnits, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
-from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned

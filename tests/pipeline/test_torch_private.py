@@ -156,10 +156,10 @@ def test_has_foreign_step_hooks() -> None:
         assert has_foreign_step_hooks(optimizer)
         handle.remove()
     for register in register_for_all:
-        handle = register(lambda *_: None)
-        assert has_foreign_step_hooks(optimizer, own=0)
-        assert not has_foreign_step_hooks(optimizer, own=1)
-        handle.remove()
+        with register(lambda *_: None):
+            assert not has_foreign_step_hooks(optimizer)  # it may be the engine's
+            with register(lambda *_: None):
+                assert has_foreign_step_hooks(optimizer)
 
 
 def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,8 +146,11 @@ class Casts:
         layers = [layer for layer in module.modules() if isinstance(layer, WITH_FAST_PATH)]
         as_is = self.used_as_is | {id(parameter) for layer in layers for parameter in layer.parameters()}
         for weights in sent_together:
-            watched = [weight for weight in weights if weight in autocasts and id(weight.master) not in as_is]
-            watched = [weight for weight in watched if weight.dtype is torch.float32]
+            watched = [
+                weight
+                for weight in weights
+                if weight in autocasts and weight.dtype is torch.float32 and id(weight.master) not in as_is
+            ]
             casts = [weight for weight in watched if id(weight.master) in self.lowered]
             are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in weights)
             if are_many:  # otherwise most weights would be copied for the sake of a few

@@ -14,6 +14,7 @@ from torch import nn
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.optimizer import unit_steps
+from sp_lightning.pipeline.optimizer.kinds import Step
 
 
 @pytest.fixture
@@ -28,9 +29,9 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     pipeline._engine.steps.fused = True
     settings: list[dict[str, Any]] = []
 
-    def update_weights(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> None:
-        settings.append(hyper)
-        plainly(optimizer, hyper, *args)
+    def update_weights(step: Step, number: int, *args: Any) -> None:
+        settings.append(step.settings[number])
+        plainly(step, number, *args)
 
     plainly = unit_steps.update_weights
     for parameter in module.parameters():

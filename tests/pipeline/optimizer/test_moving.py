@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.units.moving import move_all_but_parameters
+from sp_lightning.pipeline.optimizer.staying import move_all_but_parameters
 
 META = torch.device("meta")
 
