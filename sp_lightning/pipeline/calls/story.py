@@ -31,8 +31,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.nodes import CallToCome, before_backward, nodes_of
-from sp_lightning.pipeline.calls.running_call import RunningCall
+from sp_lightning.pipeline.calls.nodes import CallToCome, RunningCall, before_backward, nodes_of
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
