@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
+from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
@@ -185,7 +185,7 @@ class Handle:
         self.key = twin.key
         self._twin = twin
         with without_torch_function():
-            self.alias = tensor.detach() if contains_others(tensor) else tensor
+            self.alias = tensor if type(tensor) is Tensor else tensor.detach()
             self._version = twin.version()
         self._readers = twin.unit.readers
         self._readers.handles += 1
