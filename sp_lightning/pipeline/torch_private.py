@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -171,7 +172,7 @@ def storage_key(tensor: Tensor) -> int:
     Torch's private function bypasses classes with `__torch_function__`; `untyped_storage()` asks them.
     """
     if type(tensor) not in _PLAIN:
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):  # it has no memory yet
+        if isinstance(tensor, UninitializedTensorMixin):  # it has no memory yet
             return 0
         if hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
             tensor = parts_of(tensor)[0]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sp_lightning.pipeline.activations.host_pool import HostPool
-from sp_lightning.pipeline.activations.memory import Meter
+from sp_lightning.pipeline.activations.memory import HostPool, Meter
 from sp_lightning.pipeline.stats import Stats
 
 from ..parts import host_backend
