@@ -310,7 +310,7 @@ class Pipeline:
     @property
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._parts.device_budget.nbytes
+        return self._parts.device_budget
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

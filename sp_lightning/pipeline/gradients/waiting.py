@@ -24,7 +24,7 @@ from sp_lightning.pipeline.weights.segment import HostMemory
 
 
 class SpareMemory(Protocol):
-    """Knows how much of the device a step leaves to gradients (device_budget.py)."""
+    """Knows how much of the device a step leaves to gradients (engine.py)."""
 
     def left_for_gradients(self) -> float:
         """Return the bytes that are free, and stay free if the step takes no more than it has so far."""
