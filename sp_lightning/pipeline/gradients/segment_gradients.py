@@ -9,13 +9,12 @@ their masters', and unscaled. `.grad` is None meanwhile. Code that reads it gets
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer, MemoryBesideMasters
+from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer, MemoryBesideMasters
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
@@ -168,7 +167,7 @@ class SegmentGradients:
         self.is_last = False
         self.stored = Stored.NOWHERE
         self._stored_count = 0  # how many gradients the engine has, apart from those that are gathered
-        # Done when no copy and no addition of gradients is under way.
+        # It comes after every copy and addition under way, and others wait for it.
         self.ticket: Ticket | None = None
         self.beside = MemoryBesideMasters(segment.memory)
         self.landing: LandingBuffer | None = None
@@ -221,9 +220,9 @@ class SegmentGradients:
         return self._stored_count > 0
 
     @property
-    def stored_gradients(self) -> list[Gradient]:
+    def stored_tensors(self) -> dict[Gradient, Tensor]:
         """The gradients that the engine has, apart from those that are gathered."""
-        return [gradient for gradient in self.gradients if gradient.tensor is not None]
+        return {gradient: gradient.tensor for gradient in self.gradients if gradient.tensor is not None}
 
     def show(self) -> None:
         """Make the gradients the masters' `.grad`."""
@@ -274,7 +273,7 @@ class SegmentGradients:
 
     def make_sums(self) -> dict[Gradient, Tensor]:
         """Return the place of each sum."""
-        differ = self.sum_layout.dtypes != self.layout.dtypes
+        differ = self.sum_layout is not self.layout
         if differ and not self.beside.has_sums:
             self.release_memory()  # gradients in it keep it alive
         # The device writes no sums of other dtypes. It reads them if the unit is updated there.
@@ -294,18 +293,6 @@ class SegmentGradients:
         return landing
 
     # --------------------------------------------------------------------------------------------- what is on its way
-
-    def record_download(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
-        """Note that gradients are copied to this memory, as they came, and with `has_norms` their norms."""
-        tensors, norms = memory.views(self.layout)
-        for index, gradient in enumerate(self.trained):
-            if gradient in gathered:
-                norm = norms[index] if has_norms else None
-                gradient.set_tensor(tensors[index], norm)
-
-    def set_ticket(self, ticket: Ticket) -> None:
-        """Set the ticket that others wait for; it comes after every copy and addition under way."""
-        self.ticket = ticket
 
     def wait(self) -> None:
         """Block until no copy and no addition is under way, not even for gradients that were dropped.

@@ -160,9 +160,7 @@ class GradientStream:
     def bytes_on_device(self) -> int:
         """Return the bytes of gradients that stay on the device."""
         staying = [of_segment for of_segment in self._by_segment if of_segment.is_on_device]
-        gradients = [gradient for of_segment in staying for gradient in of_segment.stored_gradients]
-        tensors = [gradient.tensor for gradient in gradients]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for of_segment in staying for tensor in of_segment.stored_tensors.values())
 
     # ------------------------------------------------------------------------------------------- when backward ends
 

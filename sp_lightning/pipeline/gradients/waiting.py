@@ -140,6 +140,5 @@ def _is_alone(tensor: Tensor) -> bool:
 def move_to_host(of_segment: SegmentGradients) -> None:
     """Move gradients that wait to the host, one by one: the device has run out of memory."""
     of_segment.mark_on_host()
-    for gradient in of_segment.stored_gradients:
-        if gradient.tensor is not None:
-            gradient.set_tensor(gradient.tensor.cpu(), gradient.norm)
+    for gradient, tensor in of_segment.stored_tensors.items():
+        gradient.set_tensor(tensor.cpu(), gradient.norm)

@@ -126,13 +126,13 @@ class Averages:
         """Return the names of weights with earlier gradients in the sums; None if the next ones cannot be added."""
         of_segment.wait()  # other processes are about to write to sums that a clip reads here
         of_segment.expect()
-        stored = of_segment.stored_gradients
+        stored = of_segment.stored_tensors
         sums = self._sums.get(of_segment)
-        for gradient in stored:
-            if sums is None or gradient.tensor is not sums.sum_of[gradient] or gradient.factors:
+        for gradient, tensor in stored.items():
+            if sums is None or tensor is not sums.sum_of[gradient] or gradient.factors:
                 return None
         accumulates_in_grad = any(gradient.accumulates_in_grad for gradient in of_segment.gradients)
-        is_part = sums is not None and stored not in ([], sums.brought_anywhere)
+        is_part = sums is not None and list(stored) not in ([], sums.brought_anywhere)
         if accumulates_in_grad or is_part or not of_segment.trained:
             return None
         return [gradient.weight.name for gradient in stored]
@@ -230,7 +230,7 @@ class Averages:
         self._landing[of_segment] = [self._download(of_segment, exchange) for exchange in exchanges]
         for gradient in sums.brought_here:
             gradient.set_tensor(sums.sum_of[gradient])
-        is_whole = set(of_segment.stored_gradients).issuperset(of_segment.trained)
+        is_whole = of_segment.stored_tensors.keys() >= set(of_segment.trained)
         if early is not None and is_whole and early.wants(of_segment):
             early.step_with(of_segment)
 
@@ -271,7 +271,7 @@ class Averages:
         own_share = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
         # This process's own error is raised first, and not as if the others were late.
         all_shares = CounterTicket(box, counters, number)
-        of_segment.set_ticket(backend.work(Job(after=[own_share, all_shares])))
+        of_segment.ticket = backend.work(Job(after=[own_share, all_shares]))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 
