@@ -148,12 +148,11 @@ class PlacementPolicy:
                 autocasts.noted[member.name] = dtype
                 engine.learned.outdated = True
         for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.lowered):
+            engine.guard.make_resident(weight)
             # weights that were cast in this graph stay cast
             if member.name in autocasts.mixed or weight.cast_in == engine.graphs.current.number:
                 engine.learned.casts.note_as_is(weight)
-                engine.guard.make_resident(weight)
             else:
-                engine.guard.make_resident(weight)
                 weight.twin.stop_watching()  # autocast is off
 
     def _may_place_now(self) -> bool:

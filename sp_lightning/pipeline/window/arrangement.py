@@ -201,7 +201,10 @@ class Arrangement:
             unit.weights_on_device = unit.weights
             unit.weights = []
         units = self.all_units
-        self.parameters_on_device = [weight.master for unit in units for weight in unit.weights_on_device]
+        staying = {weight.name: weight.master for unit in units for weight in unit.weights_on_device}
+        self.parameters_on_device = list(staying.values())
+        # The parameters on the device that do not stream: they stay there, or cannot be managed.
+        self.named_on_device = {**self.unmanaged, **staying}
         self.weights = [weight for unit in units for weight in unit.weights]
         present = sum(map(self._memory.nbytes_for, ("copies", "gradients", "sums")))
         has_limit = self.budget is not None or self._backend.memory() is not None
@@ -279,12 +282,6 @@ class Arrangement:
             unit.conflicts = frozenset(overlapping - {unit})
         for member in self.members:
             member.find_needed()
-
-    @property
-    def named_on_device(self) -> dict[str, nn.Parameter]:
-        """The parameters on the device that do not stream: they stay there, or cannot be managed."""
-        staying = [weight for unit in self.all_units for weight in unit.weights_on_device]
-        return {**self.unmanaged, **{weight.name: weight.master for weight in staying}}
 
     def is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""

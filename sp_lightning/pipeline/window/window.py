@@ -52,7 +52,7 @@ class Window(MasterAccess):
         self._outdated: dict[Unit, None] = {}
         # The units that occupy places in the arena: each was loaded last into its place.
         self._occupants: set[Unit] = set()
-        most_members = max(Counter(map(id, unit_of_member)).values(), default=0)
+        most_members = max(Counter(unit_of_member).values(), default=0)
         self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most_members)
 
     def begin_next_step(self) -> None:
