@@ -106,7 +106,7 @@ class Engine:
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
         self.plan: WindowPlan | None = None  # the plan by which weights are placed
-        # The window before there is a plan, if units stay on the device as the host has no room for their state.
+        # The window while there is no other plan, if units stay on the device as the host has no room for their state.
         self.first_plan: WindowPlan | None = None
 
     # --------------------------------------------------------------------------------------------------- taking it over
@@ -227,11 +227,6 @@ class Engine:
             for weight, gradient in self.stream.gradient_of.items():
                 if weight.unit.name in coming:
                     gradient.show()
-
-    def keep_on_device(self, first_plan: WindowPlan) -> None:
-        """Keep the units of this plan on the device from now on, also while the planner has none."""
-        self.first_plan = first_plan
-        self.place_weights()
 
     def settle(self) -> None:
         """Wait until all gradients have landed, and nothing reads or writes masters."""

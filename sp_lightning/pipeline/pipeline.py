@@ -305,7 +305,8 @@ class Pipeline:
 
     def keep_on_device(self, first_plan: WindowPlan) -> None:
         """Keep the units of this plan on the GPU from now on: CPU memory has no room for their optimizer state."""
-        self._engine.keep_on_device(first_plan)
+        self._engine.first_plan = first_plan
+        self._engine.place_weights()
 
     @property
     def budget(self) -> int | None:

@@ -67,10 +67,9 @@ class LandingBuffers:
         with self._released:
             self._ensure_size(nbytes)
             large = self._large_enough(nbytes)
-            self._released.wait_for(lambda: any(not buffer.users for buffer in large))
-            buffer = next(buffer for buffer in large if not buffer.users)
-            buffer.users += 1
-            return buffer
+            free = self._released.wait_for(lambda: [buffer for buffer in large if not buffer.users])
+            free[0].users += 1
+            return free[0]
 
     def reserve(self, nbytes: int) -> LandingBuffer:
         """Return a large enough buffer, which is free once its last reader is done. The caller must hold no other.
@@ -102,14 +101,12 @@ class LandingBuffers:
             large.append(LandingBuffer(HostBuffer(nbytes, self.backend, pin=False), self._released))
         return large
 
-    def _make(self, sizes: Sequence[int]) -> None:
-        host_buffers = [HostBuffer(size, self.backend, pin=True) for size in sorted(self._sizes(sizes))]
-        self._buffers = [LandingBuffer(buffer, self._released) for buffer in host_buffers]
-
-    def _sizes(self, unit_sizes: Sequence[int]) -> list[int]:
+    def _make(self, unit_sizes: Sequence[int]) -> None:
+        sizes = sorted(unit_sizes)[-landing_buffers(len(unit_sizes)) :]
         if self._waiting.may_happen:
-            return three_buffers(unit_sizes)
-        return sorted(unit_sizes)[-landing_buffers(len(unit_sizes)) :]
+            sizes = sorted(three_buffers(unit_sizes))
+        host_buffers = [HostBuffer(size, self.backend, pin=True) for size in sizes]
+        self._buffers = [LandingBuffer(buffer, self._released) for buffer in host_buffers]
 
     def release_all(self) -> None:
         """Release all buffers, after an exception."""
