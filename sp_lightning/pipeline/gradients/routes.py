@@ -35,7 +35,6 @@ from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes, norm_dtype_of
 from sp_lightning.pipeline.window.window import Window
 
@@ -251,17 +250,16 @@ class Routes:
             for gradient in stored:
                 gradient.norm = None
             return
-        _, nbytes = lay_out([len(of_segment.gradients) * torch.float32.itemsize])
+        nbytes = len(of_segment.gradients) * torch.float32.itemsize
         # Not a staging buffer: computing would wait for gradients of other units that are on their way.
         on_device = self._norms.get(of_segment)
-        if on_device is None or on_device.bytes.nbytes < nbytes:
+        if on_device is None:
             on_device = self._norms[of_segment] = GradientMemory(self._backend.allocate(nbytes))
-        measured = tensor_in(on_device.bytes, 0, torch.empty(len(stored), device="meta"), torch.float32)
+        measured = on_device.bytes.view(torch.float32)[: len(stored)]
         torch.stack(torch._foreach_norm(list(stored.values()), 2, norm_dtype), out=measured)
         memory = of_segment.segment.memory.get_companion("norms", nbytes, pin=True).bytes
         self.download_part(of_segment, memory[: measured.nbytes], on_device)
-        landed = tensor_in(memory, 0, measured, torch.float32)
-        for gradient, norm in zip(stored, landed, strict=True):
+        for gradient, norm in zip(stored, memory.view(torch.float32), strict=False):
             gradient.norm = norm
 
     # ---------------------------------------------------------------------------------------------- parts of the ways

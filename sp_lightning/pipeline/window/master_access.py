@@ -86,8 +86,7 @@ class MasterAccess:
         """Write all weights back that were changed on the device."""
         for unit in self.units:
             if unit.presence.residency is Residency.READABLE:
-                for segment in unit.segments:
-                    self.write_back(segment.weights)
+                self.write_back(unit.weights)
 
     def write_back(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were changed on the device to their masters."""
