@@ -103,9 +103,10 @@ class Averages:
             return
         self._has_begun = True  # even after an error, processes gather once
         self._processes.passes += 1
-        own_state: dict[str, tuple[list[str] | None, bool]] = {}
-        for name, of_segment in self._by_name.items():
-            own_state[name] = self._names_in_sums(of_segment), self._come_as_expected(of_segment)
+        own_state = {
+            name: (self._names_in_sums(of_segment), self._come_as_expected(of_segment))
+            for name, of_segment in self._by_name.items()
+        }
         everyones = self._processes.gather_in_step(own_state)
         for name in everyones[0]:
             of_segment = self._by_name[name]
@@ -162,11 +163,9 @@ class Averages:
         if of_segment not in self._to_come:
             self._finish_exchanges(early)  # both use the same staging buffers
             return False
-        unit = of_segment.unit
-        is_complete = is_final
         if of_segment.missing:
-            is_complete = not unit.readers.are_in_graphs
-        if is_complete:
+            is_final = not of_segment.unit.readers.are_in_graphs
+        if is_final:
             self._ready.add(of_segment)
         self._exchange_ready(early)
         return True
