@@ -9,7 +9,7 @@
 
 A unit's gradients are put together in a *staging buffer* on the device, and leave it with one copy. Those that do not
 stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. There are
-few such buffers, of fixed sizes (landing.py): they limit how far work on the host may fall behind.
+few such buffers, of fixed sizes (gradient_memory.py): they limit how far work on the host may fall behind.
 
 If norms are measured, gradients that land in memory next to the masters bring theirs; norms of sums are measured there.
 Gradients that stay are read there when the unit visits, or go to the host when the optimizer needs them (waiting.py).
@@ -27,65 +27,19 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
-from sp_lightning.pipeline.gradients.landing import LandingBuffers
+from sp_lightning.pipeline.gradients.gradient_memory import (
+    GradientMemory,
+    LandingBuffer,
+    LandingBuffers,
+    StagingBuffers,
+)
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, Stored
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients, add_on_device, move_to_host
-from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.lanes.backend import is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
-from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes, norm_dtype_of
+from sp_lightning.pipeline.weights.segment import norm_dtype_of
 from sp_lightning.pipeline.window.window import Window
-
-
-class StagingBuffers:
-    """Buffers on the device in which units' gradients are packed; they take turns, and any unit's gradients fit."""
-
-    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
-        self._units = units
-        self._backend = backend
-        self._buffers: list[GradientMemory] = []
-        self.buffer_count = STAGING_BUFFERS
-
-    def reserve(self) -> None:
-        """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
-        if self._buffers:
-            return
-        nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
-        if nbytes:
-            for _ in range(self.buffer_count):
-                self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
-
-    def release(self) -> None:
-        """Drop buffers that have grown; computing waits for the copies out of them."""
-        for buffer in self._buffers:
-            if buffer.ticket is not None:
-                self._backend.trace.wait(buffer.ticket, "gradients")
-        self._buffers.clear()
-
-    def take(self, nbytes: int) -> GradientMemory:
-        """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
-        self.reserve()
-        buffer = self._buffers[0]
-        last_copy = buffer.ticket
-        # If this wait fails, so does the step, and the next step finds nothing under way.
-        buffer.ticket = None
-        if last_copy is not None:
-            self._backend.trace.wait(last_copy, "gradients")
-        if buffer.bytes.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
-            buffer = GradientMemory(self._backend.allocate(nbytes))
-        self._buffers = [*self._buffers[1:], buffer]
-        return buffer
-
-    def nbytes(self) -> int:
-        """Return the bytes of device memory."""
-        return sum(buffer.bytes.nbytes for buffer in self._buffers)
-
-    def drop_buffers(self) -> None:
-        """Let go of the buffers."""
-        self._buffers.clear()
-        self.buffer_count = STAGING_BUFFERS
 
 
 class _Sum(NamedTuple):
