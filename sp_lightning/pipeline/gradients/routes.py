@@ -175,7 +175,7 @@ class Routes:
         go to the host.
         """
         of_segment.release_memory()  # it is not needed any more; this also waits for earlier norms
-        of_segment.mark_on_device()
+        assert of_segment.stored is not Stored.ON_HOST, of_segment.unit.name
         gathered = of_segment.gathered
         with untracked():
             for gradient in list(gathered):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Arrival, Route, Routes, route_of
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward, Stored
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
@@ -132,8 +132,8 @@ class GradientStream:
             return
         # An update on the device may still read the earlier sums, and begins when other work waits for it. A step on
         # the host is over: computing has waited for the weights that it wrote.
-        updates_on_device = of_segment.unit.update.is_on_device
-        if of_segment.is_on_device or (of_segment.beside.memory is not None and updates_on_device):
+        stored, updates_on_device = of_segment.stored, of_segment.unit.update.is_on_device
+        if stored is Stored.ON_DEVICE or (of_segment.beside.memory is not None and updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         is_complete = is_final and not of_segment.missing
@@ -143,13 +143,13 @@ class GradientStream:
             early = None
         steps_next = early is not None or self.routes.measures_norms
         arrival = Arrival(
-            of_segment.stored,
+            stored,
             has_sums=of_segment.beside.has_sums,
             is_updated_on_device=updates_on_device and is_complete and steps_next,
             is_used_at_once=early is not None and not early.keeps_gradients,
         )
         route = route_of(arrival)
-        is_first = not of_segment.has_stored and route in (Route.ADD, Route.KEEP)
+        is_first = stored is Stored.NOWHERE and route in (Route.ADD, Route.KEEP)
         may_wait = is_first and self.averages is None and not accumulates_in_grad
         if may_wait and self._waiting.admits(of_segment, more_comes=not steps_next):
             route = Route.STAY
@@ -207,7 +207,7 @@ class GradientStream:
         """Wait until every gradient has landed and been added."""
         waits = False
         for of_segment in self._by_segment:
-            if of_segment.ticket is not None and of_segment.has_stored:
+            if of_segment.ticket is not None and of_segment.stored is not Stored.NOWHERE:
                 waits = True
                 of_segment.wait()
         if waits:

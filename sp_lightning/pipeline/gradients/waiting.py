@@ -126,14 +126,14 @@ def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
     before, like = gradient.tensor, gradient.weight.layout
     if before is not None:
         total = before.to(gradient.weight.dtype, copy=not gradient.is_sum)
-        gradient.set_tensor(total.add_(tensor), is_sum=True)
+        gradient.set_tensor(total.add_(tensor), is_on_device=True, is_sum=True)
     # an update reads it in the order of memory
     elif more_comes or tensor.stride() != like.stride() or not _is_alone(tensor):
         dtype = gradient.weight.dtype if more_comes else tensor.dtype
         copied = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
-        gradient.set_tensor(copied, is_sum=more_comes)
+        gradient.set_tensor(copied, is_on_device=True, is_sum=more_comes)
     else:
-        gradient.set_tensor(tensor)
+        gradient.set_tensor(tensor, is_on_device=True)
 
 
 def _is_alone(tensor: Tensor) -> bool:
@@ -143,7 +143,6 @@ def _is_alone(tensor: Tensor) -> bool:
 
 def move_to_host(of_segment: SegmentGradients) -> None:
     """Move gradients that wait to the host, one by one: the device has run out of memory."""
-    of_segment.mark_on_host()
     for gradient, tensor in of_segment.stored_tensors.items():
         gradient.set_tensor(tensor.cpu(), gradient.norm)
 
