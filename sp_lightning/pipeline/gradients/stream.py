@@ -72,7 +72,14 @@ class GradientStream:
             raise refusal(weight, tensor)
         if gradient in of_segment.gathered or self.averages is not None:
             tensor = self._after_earlier(gradient, tensor)
-        self._note(gradient)
+        if gradient not in self.pending:
+            accumulates_in_grad = gradient.accumulates_in_grad
+            if accumulates_in_grad or gradient.factors:
+                gradient.show()  # the earlier gradient is not part of the engine's sum
+                accumulates_in_grad = gradient.accumulates_in_grad
+            self.pending[gradient] = accumulates_in_grad
+        elif self.pending[gradient]:
+            self._accumulate([gradient])  # one after the other, as autograd does
         of_segment.gather(gradient, tensor, is_last)
         if not of_segment.missing and not self._awaits_others(of_segment):
             self._send(of_segment)
@@ -100,17 +107,6 @@ class GradientStream:
         if gradient in of_segment.gathered:
             self._send(of_segment, more_comes=True)
         return tensor
-
-    def _note(self, gradient: Gradient) -> None:
-        """Note that a gradient has come, and whether users see how it is added up."""
-        if gradient not in self.pending:
-            accumulates_in_grad = gradient.accumulates_in_grad
-            if accumulates_in_grad or gradient.factors:
-                gradient.show()  # the earlier gradient is not part of the engine's sum
-                accumulates_in_grad = gradient.accumulates_in_grad
-            self.pending[gradient] = accumulates_in_grad
-        elif self.pending[gradient]:
-            self._accumulate([gradient])  # one after the other, as autograd does
 
     def send_others(self, reached: Unit | None = None) -> None:
         """Send the gathered gradients of all units, or of streamed units other than the one that was `reached`."""
