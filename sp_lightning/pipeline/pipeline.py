@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from typing_extensions import Self
 
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, open_steps, remove_gate
-from sp_lightning.pipeline.calls.masters import in_graphs
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.graphs import Opener
@@ -286,10 +284,6 @@ class Pipeline:
             )
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
-
-    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the `inputs` for `backward`: the edges that stand for a master in the graph replace it."""
-        return in_graphs(tensors)
 
     @contextmanager
     def plain_classes(self) -> Iterator[None]:

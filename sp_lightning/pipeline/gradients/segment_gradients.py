@@ -175,7 +175,6 @@ class SegmentGradients:
         self.ticket: Ticket | None = None
         self.beside = MemoryBesideMasters(segment.memory)
         self.landing: LandingBuffer | None = None
-        self.expect()
 
     # ------------------------------------------------------------------------------------------- what the engine has
 

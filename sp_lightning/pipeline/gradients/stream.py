@@ -90,10 +90,11 @@ class GradientStream:
         An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients. A
         custom Function may do the same with any of its arguments.
         """
+        if self.early_step is None:
+            return False
         readers = of_segment.unit.readers
         is_trained = len(of_segment.trained) == len(of_segment.unit.weights)
-        is_needed = readers.handles > 0 or readers.has_raw_readers or not is_trained
-        return is_needed and self.early_step is not None
+        return readers.handles > 0 or readers.has_raw_readers or not is_trained
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
         """Send a weight's earlier gradient, unless both are sent together; return the gradient to send next.
