@@ -100,9 +100,15 @@ class Pipeline:
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
-        planner = planner or Planner()
-        progress = progress or Progress()
-        engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
+        engine = Engine(
+            module,
+            self.device,
+            self.options,
+            self.backend,
+            planner or Planner(),
+            processes,
+            progress or Progress(),
+        )
         self._parts = engine
         self._placement = PlacementPolicy(engine)
         self._story = Story(engine, self._placement)

@@ -108,7 +108,7 @@ class Learned:
         self.order = everyones[0][-1]
         self.outdated |= self.order != [unit.name for unit in units if unit.name in self.order]
         for others, used_outside, divided, outdated, autocasts, _ in everyones:
-            self.autocasts.agree([autocasts])
+            self.autocasts.agree(autocasts)
             for known, names in zip(casts, others, strict=True):
                 known.update(masters[name] for name in names)
             self.used_outside |= used_outside
