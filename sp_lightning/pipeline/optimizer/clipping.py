@@ -194,7 +194,7 @@ class Clipping:
         for gradient in ours:
             gradient.scale(factor)
         for of_segment in by_segment:
-            of_segment.set_ticket(ticket)
+            of_segment.ticket = ticket
         if found_gradients.others:
             ticket.join()
             found_gradients.multiply_others(factor)

@@ -25,9 +25,9 @@ from torch import Tensor
 from sp_lightning.optim.of_torch import scaling_of
 from sp_lightning.optim.passes import Work
 from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
-from sp_lightning.pipeline.gradients.landing import LateGradients
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.waiting import LateGradients
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput

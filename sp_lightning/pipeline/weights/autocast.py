@@ -113,12 +113,11 @@ class Autocasts:
         if self.default is before:
             self.default = after
 
-    def agree(self, others: Iterable[Autocasts]) -> None:
-        """Learn what other processes have noted."""
-        for other in others:
-            for name, dtype in other.noted.items():
-                if name in other.mixed or self.noted.setdefault(name, dtype) is not dtype:
-                    self.mix(name)
+    def agree(self, other: Autocasts) -> None:
+        """Learn what another process has noted."""
+        for name, dtype in other.noted.items():
+            if name in other.mixed or self.noted.setdefault(name, dtype) is not dtype:
+                self.mix(name)
 
 
 class Casts:

@@ -80,7 +80,7 @@ def test_before_a_plan_backward_decides(training: dict[str, Any]) -> None:
 
     class Looks(Planner):
         def before_step(self, engine: Any, builds_graph: bool) -> None:
-            taken.append((engine.memory.nbytes_for("gradients"), engine.device_budget.left_for_gradients()))
+            taken.append((engine.memory.nbytes_for("gradients"), engine.left_for_gradients()))
 
     make = OPTIMIZERS["fused"]
     expected, _ = train_placed(make, None, **training)
