@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks

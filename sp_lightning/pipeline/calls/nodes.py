@@ -45,8 +45,8 @@ def nodes_of(outputs: list[Tensor]) -> list[Node]:
     nodes: list[Node] = []
     for output in outputs:
         node, base = output.grad_fn, output._base
-        if node is not None and base is not None and not isinstance(node, BackwardCFunction):
-            node = base.grad_fn or node
+        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
+            node = base.grad_fn
         if node is not None:
             nodes.append(node)
     return nodes

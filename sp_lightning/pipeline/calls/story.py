@@ -206,7 +206,7 @@ class Story:
         """Have backward announce itself when it reaches this call, and clone outputs that lie in a place."""
         graphs = self.graphs
         output, tensors = call.outside_of_places(output)
-        nodes = call.nodes + nodes_of(tensors)
+        nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
             graphs.current.is_built = True
             call_to_come = CallToCome(call.member, graphs.current, call.needed, self.activations.open_bundle)
