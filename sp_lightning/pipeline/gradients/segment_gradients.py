@@ -109,7 +109,7 @@ class Gradient:
         self.weight.has_used_gradient = False
         if not to_none:
             # A GPU-side update reads all gradients in one place.
-            is_on_device = self.of_segment.is_on_device
+            is_on_device = self.of_segment.stored is Stored.ON_DEVICE
             device = self.weight.twin.data.device if is_on_device else "cpu"
             zeros = torch.zeros_like(self.weight.current_memory, device=device)
             self.set_tensor(zeros, zeros.new_zeros(()), is_on_device)
@@ -196,11 +196,6 @@ class SegmentGradients:
             if gradient.tensor is not None:
                 return Stored.ON_DEVICE if gradient.is_on_device else Stored.ON_HOST
         return Stored.NOWHERE
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether the gradients stay on the device until the unit is updated."""
-        return self.stored is Stored.ON_DEVICE
 
     @property
     def stored_tensors(self) -> dict[Gradient, Tensor]:

@@ -156,8 +156,10 @@ class GradientStream:
 
     def bytes_on_device(self) -> int:
         """Return the bytes of gradients that stay on the device."""
-        staying = [of_segment for of_segment in self._by_segment if of_segment.is_on_device]
-        return sum(tensor.nbytes for of_segment in staying for tensor in of_segment.stored_tensors.values())
+        known = self.gradient_of.values()
+        return sum(
+            gradient.tensor.nbytes for gradient in known if gradient.tensor is not None and gradient.is_on_device
+        )
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
@@ -229,7 +231,7 @@ class GradientStream:
         that adds to them, until weights get other places.
         """
         used = [gradient for gradient in self.gradient_of.values() if gradient.is_used]
-        self.consume([gradient for gradient in used if on_host_too or gradient.of_segment.is_on_device])
+        self.consume([gradient for gradient in used if on_host_too or gradient.is_on_device])
 
     def forget(self) -> None:
         """Forget all gradients, whatever state they are in: an interrupt may have come between two of their notes."""

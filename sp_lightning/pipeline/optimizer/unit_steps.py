@@ -95,12 +95,11 @@ class UnitSteps:
         updates: defaultdict[int, list[Update]] = defaultdict(list)
         arrivals: list[Ticket] = []  # the tickets of copies that bring gradients
         buffers: list[LandingBuffer] = []
-        on_device = [of_segment for of_segment in by_segment if of_segment.is_on_device]
         # A tensor that is not the engine's any more is the user's `.grad`.
         waiting = {
             gradient: tensor
             for gradient, (tensor, _) in inputs.items()
-            if gradient.of_segment in on_device and tensor is gradient.tensor
+            if gradient.is_on_device and tensor is gradient.tensor
         }
         if waiting:
             late = self._bring_late(unit, waiting)

@@ -155,7 +155,9 @@ def clipped_backward(model: nn.Module, pipeline: Pipeline) -> list[weakref.ref[T
         model(torch.ones(4, 16)).square().mean().backward()
     pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.01)
     of_weights = pipeline._engine.stream.gradient_of.values()
-    return [weakref.ref(gradient.tensor) for gradient in of_weights if gradient.of_segment.is_on_device]
+    return [
+        weakref.ref(gradient.tensor) for gradient in of_weights if gradient.tensor is not None and gradient.is_on_device
+    ]
 
 
 @pytest.mark.parametrize(("k", "order"), [(2, [0, 1, 2, 3, 4, 5]), (1, [1, 2])], ids=["begun", "to begin"])
