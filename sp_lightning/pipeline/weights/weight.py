@@ -291,7 +291,8 @@ class Weight:
 
     def leave_device(self) -> None:
         """Release the place on the device, and the other twins that graphs have."""
-        self.twin.set_place(self.twin.unit, self.twin.data.new_empty(0))
+        data = self.twin.data
+        self.twin.set_place(self.twin.unit, torch.empty(0, dtype=data.dtype, device=data.device))
         for twin in self.twins_in_graphs:
             twin.refuse_gradients()
         self.twins_in_graphs.clear()
