@@ -152,16 +152,9 @@ def towards_a_teacher(now: Now, number: int) -> Tensor:
 
 
 LOSSES = [
-    output,
-    towards_a_teacher,
-    penalty,
-    two_forwards,
-    distillation,
-    validation_in_between,
-    one_part,
-    gradients_asked_for,
-    half_frozen,
-]
+    output, towards_a_teacher, penalty, two_forwards, distillation, validation_in_between,
+    one_part, gradients_asked_for, half_frozen,
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps
@@ -249,17 +242,10 @@ def interrupted_forward(now: Now, number: int) -> None:
 
 
 STEPS = [
-    forward_and_backward,
-    backward_after_the_step,
-    two_calls_in_no_scope,
-    optimizer_step,
-    whole_steps,
-    closure,
-    failing_step,
-    everything_in_one_scope,
-    evaluation,
+    forward_and_backward, backward_after_the_step, two_calls_in_no_scope, optimizer_step,
+    whole_steps, closure, failing_step, everything_in_one_scope, evaluation,
     interrupted_forward,
-]
+]  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- between steps
@@ -435,26 +421,10 @@ def prune_or_not(now: Now, number: int) -> None:
 
 
 CHANGES = [
-    freeze_or_unfreeze,
-    write,
-    write_all,
-    save,
-    load,
-    load_optimizer,
-    assign,
-    new_optimizer,
-    change_hyperparameters,
-    change_gradients,
-    hook_a_weight,
-    hook_a_module,
-    remove_a_hook,
-    average,
-    evaluate_averages,
-    copy_and_train,
-    look,
-    read_in_a_fork,
-    prune_or_not,
-]
+    freeze_or_unfreeze, write, write_all, save, load, load_optimizer, assign, new_optimizer,
+    change_hyperparameters, change_gradients, hook_a_weight, hook_a_module, remove_a_hook,
+    average, evaluate_averages, copy_and_train, look, read_in_a_fork, prune_or_not,
+]  # fmt: skip
 
 ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
 
