@@ -225,6 +225,15 @@ def train_placed(
     return {"losses": losses, "weights": weights, "state": optimizer.state_dict()["state"]}, stats
 
 
+def take_steps(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    """Steps of a plain loop, also after one that has failed."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @dataclass(frozen=True)
 class Blocks(simulated.Machine):
     """Equal units on virtual clocks, and the seconds that each of them takes."""
