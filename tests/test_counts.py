@@ -34,11 +34,6 @@ def blocks() -> Chain:
     return chain(BLOCKS, WIDTH, HIDDEN)
 
 
-def weight_bytes(module: nn.Module) -> int:
-    """The bytes of all weights."""
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
 def forward_backward(pipe: Pipeline, needs_grad: bool = False) -> None:
     """One micro-batch."""
     with pipe.step():
@@ -82,7 +77,7 @@ def test_layers_of_blocks_that_are_never_called_are_streamed() -> None:
     """From the second step on; in the first they are weights that are used outside of their unit."""
     model = Bypassing()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with attached(model, k=2, k_prime=1, units=None) as pipe:
+    with attached(model, units=None) as pipe:
         for _ in range(3):
             train_step(pipe, optimizer)
         summary = pipe.summary()
@@ -91,44 +86,39 @@ def test_layers_of_blocks_that_are_never_called_are_streamed() -> None:
         assert pipe.stats.loads > 2 * BLOCKS
 
 
-@pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
-def test_loads_per_optimizer_step(k: int, k_prime: int) -> None:
-    """2N-k: a forward loads all N, and backward finds the last k where forward left them; joined ones load as one."""
-    with streaming(blocks(), k, k_prime) as (pipe, optimizer):
+@pytest.mark.parametrize(
+    ("of", "k", "k_prime"),
+    [
+        *(("a step", *window) for window in WINDOWS),
+        *(("a micro-batch", *window) for window in WINDOWS[::2]),
+        *(("frozen weights", *window) for window in WINDOWS[1::2]),
+    ],
+)
+def test_loads(of: str, k: int, k_prime: int) -> None:
+    """2N-k: a forward loads all N, and backward finds the last k where forward left them; joined ones load as one.
+
+    2(N-k) without a step: the first k are still there as the next forward begins, as are weights that nobody steps.
+    """
+    frozen = of == "frozen weights"
+    with streaming(blocks().requires_grad_(not frozen), k, k_prime) as (pipe, optimizer):
         assert pipe.summary().units == BLOCKS // k_prime
-        for step in range(1, 4):
-            train_step(pipe, optimizer)
-            assert k_prime * pipe.stats.loads == step * (2 * BLOCKS - k)
+        if of == "a micro-batch":
+            forward_backward(pipe)  # the first one loads after a step
+            pipe.stats.clear()
+        for number in range(1, 4):
+            forward_backward(pipe, needs_grad=frozen)
+            if of != "a micro-batch":
+                optimizer.step()
+                optimizer.zero_grad()
+            assert k_prime * pipe.stats.loads == number * (2 * BLOCKS - (k if of == "a step" else 2 * k))
         assert pipe.stats.heals == 0
-
-
-@pytest.mark.parametrize(("k", "k_prime"), WINDOWS[::2])
-def test_loads_per_accumulation_micro_step(k: int, k_prime: int) -> None:
-    """2(N-k): without an optimizer step the first k are still there when the next forward begins."""
-    with streaming(blocks(), k, k_prime) as (pipe, _):
-        forward_backward(pipe)  # the first micro-step loads after an optimizer step
-        pipe.stats.clear()
-        for step in range(1, 4):
-            forward_backward(pipe)
-            assert k_prime * pipe.stats.loads == step * 2 * (BLOCKS - k)
-
-
-@pytest.mark.parametrize(("k", "k_prime"), WINDOWS[1::2])
-def test_loads_of_a_frozen_chain(k: int, k_prime: int) -> None:
-    """2(N-k) as well: an optimizer step elsewhere does not make frozen weights old."""
-    with streaming(blocks().requires_grad_(False), k, k_prime) as (pipe, optimizer):
-        for step in range(1, 4):
-            forward_backward(pipe, needs_grad=True)
-            optimizer.step()
-            assert k_prime * pipe.stats.loads == step * 2 * (BLOCKS - k)
-        assert pipe.stats.bytes_to_host == 0
+        assert (pipe.stats.bytes_to_host == 0) is frozen
 
 
 @pytest.mark.parametrize(("k", "k_prime"), WINDOWS[2:4])
 def test_loads_in_evaluation(k: int, k_prime: int) -> None:
     """No more than N per batch, nothing comes back, and the host never waits for the device."""
-    model = blocks()
-    with streaming(model, k, k_prime) as (pipe, _):
+    with streaming(blocks(), k, k_prime) as (pipe, _):
         torch.no_grad()(pipe.module)(torch.randn(5, WIDTH))
         pipe.stats.clear()
         for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
@@ -150,21 +140,16 @@ def test_bytes_that_travel() -> None:
         forward_backward(pipe)
         optimizer.step()
         assert gradients <= pipe.stats.bytes_to_host < 1.1 * gradients  # gradients travel packed, aligned
-        needed = pipe.stats.loads * weight_bytes(model.blocks[0])
+        needed = pipe.stats.loads * sum(parameter.nbytes for parameter in model.blocks[0].parameters())
         assert needed <= pipe.stats.bytes_to_device < 1.1 * needed
-
-
-def adapted(model: Chain) -> Chain:
-    """Blocks with a frozen base and adapters."""
-    for block in model.requires_grad_(False).blocks:
-        block.up = LoRALinear(block.up)
-    return model
 
 
 @pytest.mark.parametrize("k", [2, 5, BLOCKS])
 def test_only_adapters_are_sent_to_where_their_base_still_lies(k: int) -> None:
     """Those of the units that lie on the device when a step ends; frozen weights of the others have to come again."""
-    model = adapted(blocks())
+    model = blocks().requires_grad_(False)
+    for block in model.blocks:
+        block.up = LoRALinear(block.up)
     with attached(model, k=k) as pipe:
         optimizer = SGD(model.parameters(), 0.1)
         for _ in range(2):
@@ -275,17 +260,13 @@ def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast
     """It knows what it reads; a guarded read, meant for users, makes the host wait for copies."""
     with attached(blocks(), activations=activations) as pipe:
         optimizer = SGD(pipe.module.parameters(), lr=0.1)
-
-        def step() -> None:
+        for step in range(4):
+            if step == 1:
+                monkeypatch.setattr(masters, "run", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
             with pipe.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 pipe.module(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-        step()
-        monkeypatch.setattr(masters, "run", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
-        for _ in range(3):
-            step()
 
 
 def test_the_gradient_of_a_gradient_is_loaded_ahead() -> None:
