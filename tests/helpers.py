@@ -318,12 +318,9 @@ def assert_exact(
     before, threads = dict(model.named_parameters()), set(threading.enumerate())
     classes = {module: type(module) for module in model.modules()}
 
-    pipe = Pipeline(model, "cpu", options=replace(options, units=case.units), planner=planner)
-    assert same_objects(before, dict(model.named_parameters())), "attaching replaced a Parameter object"
-    try:
+    with Pipeline(model, "cpu", options=replace(options, units=case.units), planner=planner) as pipe:
+        assert same_objects(before, dict(model.named_parameters())), "attaching replaced a Parameter object"
         train(case, plan, model, actual, pipe.step, pipe.detach)
-    finally:
-        pipe.detach()
     assert_same_trace(expected, actual)
 
     assert pipe.stats.resets == 0, "nothing went wrong, yet the pipeline was reset"
@@ -393,11 +390,8 @@ class Run:
 def attached(model: nn.Module, planner: Planner | None = None, **options: Any) -> Iterator[Pipeline]:
     """A pipeline over a model of Blocks, each of them a unit, with delays and poison; always detached."""
     defaults = {"k": 2, "k_prime": 1, "units": is_block, "debug": True}
-    pipe = Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}), planner=planner)
-    try:
+    with Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}), planner=planner) as pipe:
         yield pipe
-    finally:
-        pipe.detach()
 
 
 CAPTURES: dict[str, Callable[[nn.Module, Tensor], Any]] = {

@@ -307,7 +307,6 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_places_follow_the_order_of_calls(order: list[int], k: int) -> None:
     """Neighbors never share a place, and what is called again at once stays: no load is late, and none is repeated."""
-    torch.manual_seed(0)
     runs = [number for number, _ in groupby(order)]
     with streaming(Called(order), k, warm_up=3) as (pipe, optimizer):
         names = [name.split(".")[-1] for name in pipe.summary().unit_names]
@@ -340,14 +339,11 @@ def calls_of_a_unit(units: int, k: int, kind: str = "training") -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=k))
-    try:
+    profile = cProfile.Profile()
+    with Pipeline(model, "cpu", options=PipelineOptions(k=k)) as pipeline:
         for _ in range(4):
             step()
-        profile = cProfile.Profile()
         profile.runcall(step)
-    finally:
-        pipeline.detach()
     calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
     return calls / units
 

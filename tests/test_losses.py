@@ -263,7 +263,6 @@ CAUSAL = {
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_loss_in_slices(kind, streamed, autocast):
     """The model's own loss and gradients, of all tokens and of a micro-batch's, and no logits but the last ones."""
-    torch.manual_seed(0)
     plain_model = AutoModelForCausalLM.from_config(CAUSAL[kind])
     model = copy.deepcopy(plain_model)
     loss_in_slices(model)
@@ -293,7 +292,6 @@ def test_loss_in_slices(kind, streamed, autocast):
 
 def test_loss_in_slices_of_any_call():
     """Labels by position, a second request, and an exception in the head, after which no graph stays."""
-    torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(CAUSAL["qwen3"])
     model = copy.deepcopy(plain)
     for _ in range(2):

@@ -183,7 +183,6 @@ def weight(dtype, **options):
 @pytest.mark.parametrize(("moments", "less"), [("fp32", 0), ("int8", 3 - 4 / GROUP)])
 def test_lion(dtype, nbytes, moments, less):
     """Its master weights and its moment are those of its paper; a step of a wrong sign would be seen."""
-    torch.manual_seed(0)
     start = torch.randn(GROUP * 8).to(dtype)
     p = torch.nn.Parameter(start.clone())
     own = optim.Lion([p], lr=1e-3, weight_decay=0.1, moments=moments)

@@ -135,7 +135,6 @@ def losses_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("name", LOOK_AT_WEIGHTS_TOGETHER)
 def test_optimizers_that_look_at_weights_together(name: str) -> None:
     """Everything lives on the device, or nothing does, from the first forward of a step on: not in the middle of it."""
-    torch.manual_seed(0)
     plain = chain(6, 16, 32)
     expected = losses_of(plain, LOOK_AT_WEIGHTS_TOGETHER[name](plain.parameters()))
     everything = (2, range(7))

@@ -255,11 +255,8 @@ def test_more_than_two() -> None:
 @contextmanager
 def attached(model: nn.Module, on_a_machine: int = 1, **options: Any) -> Iterator[Pipeline]:
     processes = Processes(on_a_machine)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=2, **options), processes=processes)
-    try:
+    with Pipeline(model, "cpu", options=PipelineOptions(k=2, **options), processes=processes) as pipeline:
         yield pipeline
-    finally:
-        pipeline.detach()
 
 
 def other_models() -> None:

@@ -77,16 +77,13 @@ class LaggingBackend(HostBackend):
 
 @contextmanager
 def lagging(model: nn.Module, k: int = 2) -> Iterator[Pipeline]:
-    backend = LaggingBackend()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=k, units=nn.Linear), backend=backend)
-    try:
+    options = PipelineOptions(k=k, units=nn.Linear)
+    with Pipeline(model, "cpu", options=options, backend=LaggingBackend()) as pipeline:
         yield pipeline
         for unit in pipeline.arrangement.in_window:
             for late in unit.presence.uploads if unit.presence.residency is Residency.READABLE else ():
                 assert isinstance(late, LateCopy)
                 late.check()
-    finally:
-        pipeline.detach()
 
 
 def make_model() -> nn.Sequential:
