@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -67,9 +67,13 @@ class Base(L.LightningModule):
         strategy = self.trainer.strategy
         assert self.device == strategy.root_device
         assert getattr(strategy, "pipeline", True) is not None
-        for block in self.blocks:
+        for block in self.path():
             x = block(x)
         return self.head(x)
+
+    def path(self) -> Iterable[nn.Module]:
+        """The blocks that a forward calls, in order."""
+        return self.blocks
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
