@@ -545,6 +545,10 @@ def fail(run: Run, error: type[BaseException], where: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- Lightning
 
 
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+"""Arguments of a Trainer that says and saves nothing."""
+
+
 class ZooModule(L.LightningModule):
     """A zoo entry as a LightningModule that writes down what happens to it."""
 
@@ -585,20 +589,9 @@ def lightning_run(case: Case, strategy: Any, precision: str = "32-true", acceler
     torch.manual_seed(7)
     module = ZooModule(case, trace)
     automatic = case.train_step is None
-    trainer = L.Trainer(
-        accelerator=accelerator,
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=1,
-        accumulate_grad_batches=case.accumulate if automatic else 1,
-        gradient_clip_val=case.clip if automatic else None,
-        val_check_interval=2 * case.accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    how = {"accumulate_grad_batches": case.accumulate, "gradient_clip_val": case.clip} if automatic else {}
+    where = {"accelerator": accelerator, "devices": 1, "strategy": strategy, "precision": precision}
+    trainer = L.Trainer(**where, **how, **QUIET, max_epochs=1, val_check_interval=2 * case.accumulate)
     train, validate = ([*case.batches(count)] for count in (3 * case.accumulate, 1))
     torch.manual_seed(7)
     trainer.fit(module, DataLoader(train, batch_size=None), DataLoader(validate, batch_size=None))

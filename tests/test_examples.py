@@ -31,13 +31,11 @@ SMALL = ["--layers=6", "--hidden=32", "--heads=2", "--length=32", "--batch-size=
 
 def run(script: str, *arguments: str, code: int = 0) -> str:
     """Run a script of examples/ and return what it printed."""
-    done = subprocess.run(
+    command, environment = (
         [sys.executable, str(EXAMPLES / script), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
+        {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     return output
@@ -227,9 +225,8 @@ def test_finetune_trl_learns(arguments, tmp_path):
     """And saves what transformers loads."""
     pytest.importorskip("trl", reason="the recipe needs it: pip install -e '.[trl]'")
     with patch.dict(os.environ):  # transformers 4.57 sets variables for accelerate
-        import_module("finetune_trl").main(
-            [f"--output_dir={tmp_path}", "--max_steps=4", "--logging_steps=1", *arguments]
-        )
+        steps = ["--max_steps=4", "--logging_steps=1"]
+        import_module("finetune_trl").main([f"--output_dir={tmp_path}", *steps, *arguments])
     lines = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert lines[-1]["loss"] < 0.97 * lines[0]["loss"]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")

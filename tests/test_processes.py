@@ -471,12 +471,8 @@ def checkpoints() -> None:
 def timeline_and_table() -> None:
     """One process draws and prints."""
     path = Path(f"timeline-{dist.get_rank()}.json")
-    ours = trainer(
-        SuperpipelineStrategy(k=2),
-        devices=2,
-        enable_model_summary=True,
-        callbacks=[SuperpipelineCallback(timeline=path)],
-    )
+    callback = SuperpipelineCallback(timeline=path)
+    ours = trainer(SuperpipelineStrategy(k=2), devices=2, enable_model_summary=True, callbacks=[callback])
     with mock.patch.object(logging.getLogger("lightning.pytorch.utilities.rank_zero"), "info") as said:
         fit(ours, Base())
     assert path.exists() is (dist.get_rank() == 0)

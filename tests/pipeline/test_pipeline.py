@@ -148,12 +148,9 @@ for _ in range(3):
 
 def test_a_process_may_end_without_detach() -> None:
     """A thread that was still stepping when the interpreter ended used to abort it."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _ENDS_WHILE_STEPPING],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    command = [sys.executable, "-W", "ignore", "-c", _ENDS_WHILE_STEPPING]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -43,14 +43,10 @@ def drawn(count: int) -> list[Example]:
     """The same random examples in all processes; none has a gradient that comes too late, which is an error."""
     found: list[Example] = []
 
+    quietly = {"suppress_health_check": list(HealthCheck), "deadline": None}
+
     @seed(1)
-    @settings(
-        max_examples=count,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        deadline=None,
-    )
+    @settings(max_examples=count, database=None, phases=[Phase.generate], **quietly)
     @given(examples())
     def collect(example: Example) -> None:
         if "average" not in str(example.trees):  # a forward of one process may not write to weights that all share
@@ -63,13 +59,8 @@ def drawn(count: int) -> list[Example]:
 def random_graphs() -> None:
     """Processes leave out different layers ("some"), and use weights several times in one backward ("reentrant")."""
     for example in drawn(12):
-        options = PipelineOptions(
-            k=example.k,
-            k_prime=example.k_prime,
-            units=example.units,
-            activations=example.activations,  # type: ignore[arg-type]
-            debug=True,
-        )
+        windows = {"k": example.k, "k_prime": example.k_prime, "units": example.units}
+        options = PipelineOptions(**windows, activations=example.activations, debug=True)  # type: ignore[arg-type]
         accumulate, clip = example.plan.accumulate, example.plan.clip
         with torchs_defaults(example.dtype):
             assert_averages(example.model, options, accumulate=accumulate, clip=clip, in_backward=clip is None)
@@ -360,15 +351,6 @@ def a_share_that_cannot_land() -> None:
 
 @pytest.mark.usefixtures("server")
 def test_processes_that_disagree_raise() -> None:
-    in_processes(
-        [
-            other_models,
-            a_graph_on_weights_from_outside_of_a_step,
-            a_weight_that_was_thawed_unseen,
-            a_second_gradient,
-            other_numbers_of_steps,
-            sparse_gradients,
-            an_exception_while_gradients_are_averaged,
-            a_share_that_cannot_land,
-        ]
-    )
+    disagree = [other_models, other_numbers_of_steps, a_weight_that_was_thawed_unseen]
+    wrong = [a_graph_on_weights_from_outside_of_a_step, a_second_gradient, sparse_gradients]
+    in_processes([*disagree, *wrong, an_exception_while_gradients_are_averaged, a_share_that_cannot_land])
