@@ -110,14 +110,11 @@ def test_loss_and_gradients(shape, vocabulary, reduction, softcap, with_bias, se
 @pytest.mark.parametrize(
     ("stored", "autocast"),
     [
-        (torch.float32, None),
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.bfloat16, None),
-        (torch.float16, None),
+        (torch.float32, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
+        (torch.bfloat16, None), (torch.float16, None),
     ],
     ids=["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"],
-)
+)  # fmt: skip
 def test_as_exact_as_the_textbook_form(stored, autocast, scale):
     """Rounding and nothing else: against fp64, errors are of the size that computing with all logits has."""
     hidden, weight, bias, labels = inputs((4, 64), 32, 700, stored)

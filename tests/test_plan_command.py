@@ -133,16 +133,11 @@ def test_gpus_and_hosts_by_name():
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [
-        ("4090", "RTX 4090"),
-        ("rtx4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("4060ti", "RTX 4060 Ti"),
-        ("a6000", "RTX A6000"),
-        ("h100", "H100"),
-        ("4060", None),
+        ("4090", "RTX 4090"), ("rtx4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("4060ti", "RTX 4060 Ti"), ("a6000", "RTX A6000"), ("h100", "H100"), ("4060", None),
         ("GTX1080", None),
     ],
-)
+)  # fmt: skip
 def test_gpus_as_people_call_them(name, gpu):
     assert gpu_named(name) == gpu
 

@@ -54,24 +54,13 @@ COMPUTES: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]
 
 ON_THE_HOST: list[Callable[[nn.Parameter], Any]] = [
-    lambda w: w.shape,
-    lambda w: w.dtype,
-    lambda w: len(w),
-    lambda w: w.data_ptr(),
-    lambda w: w.requires_grad,
-    lambda w: w.requires_grad_(True),
-    lambda w: w._version,
-    lambda w: w.grad,
-    lambda w: setattr(w, "grad", None),
-    lambda w: setattr(w, "requires_grad", True),
-    lambda w: w.untyped_storage(),
-    lambda w: repr(w),
-    lambda w: hash(w),
-    lambda w: w.tolist(),
-    lambda w: w.detach().numpy(),
-    lambda w: w.detach().cpu(),
-    lambda w: w.register_hook(print),
-]
+    lambda w: w.shape, lambda w: w.dtype, lambda w: len(w), lambda w: w.data_ptr(),
+    lambda w: w.requires_grad, lambda w: w.requires_grad_(True), lambda w: w._version,
+    lambda w: w.grad, lambda w: setattr(w, "grad", None),
+    lambda w: setattr(w, "requires_grad", True), lambda w: w.untyped_storage(), lambda w: repr(w),
+    lambda w: hash(w), lambda w: w.tolist(), lambda w: w.detach().numpy(),
+    lambda w: w.detach().cpu(), lambda w: w.register_hook(print),
+]  # fmt: skip
 
 WRITES: list[Callable[[Tensor], Any]] = [
     lambda w: w.copy_(torch.zeros(3, 3)),

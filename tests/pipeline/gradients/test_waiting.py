@@ -36,20 +36,14 @@ HALF = (1, 3, 5)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "clip", "accumulate"),
     [
-        ("fused", "32-true", 0.01, 1),
-        ("fused", "bf16-mixed", None, 4),
-        ("fused", "bf16-true", 0.01, 4),
-        ("foreach", "32-true", 0.01, 4),
-        ("foreach", "bf16-mixed", 0.01, 1),
-        ("foreach", "bf16-true", None, 4),
-        ("SGD", "bf16-true", 0.01, 1),
-        ("SGD", "bf16-mixed", 0.01, 4),
-        ("SGD", "32-true", None, 1),
-        ("int8", "32-true", None, 4),
-        ("int8", "bf16-mixed", 0.01, 4),
+        ("fused", "32-true", 0.01, 1), ("fused", "bf16-mixed", None, 4),
+        ("fused", "bf16-true", 0.01, 4), ("foreach", "32-true", 0.01, 4),
+        ("foreach", "bf16-mixed", 0.01, 1), ("foreach", "bf16-true", None, 4),
+        ("SGD", "bf16-true", 0.01, 1), ("SGD", "bf16-mixed", 0.01, 4), ("SGD", "32-true", None, 1),
+        ("int8", "32-true", None, 4), ("int8", "bf16-mixed", 0.01, 4),
         ("int8", "bf16-true", 0.01, 1),
     ],
-)
+)  # fmt: skip
 def test_the_numbers_of_plain_training(
     optimizer: str, precision: str, clip: float | None, accumulate: int, waiting: Any
 ) -> None:
