@@ -34,17 +34,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
 from .helpers import slow_host
-from .lightning_modules import (
-    WIDTH,
-    Base,
-    Notes,
-    assert_plain,
-    assert_same_training,
-    fit,
-    loader,
-    streamed,
-    trainer,
-)
+from .lightning_modules import WIDTH, Base, Notes, assert_plain, assert_same_training, fit, loader, streamed, trainer
 from .pipeline.parts import RecordingBackend
 
 DEVICE = torch.device("meta")

@@ -36,11 +36,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     ("k", "pin", "activations"),
-    [
-        *product((1, 2, 3), [True], ["auto"]),
-        (2, True, "recompute"),
-        *product((1, 3), (True, False), ("offload",)),
-    ],
+    [*product((1, 2, 3), [True], ["auto"]), (2, True, "recompute"), *product((1, 3), (True, False), ("offload",))],
 )
 def test_copies_wait_for_the_computing(k: int, pin: bool, activations: str, cuda: torch.device) -> None:
     """With a device that lags far behind the host, memory is used again only when units and copies are done with it."""

@@ -42,11 +42,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_same(
-    make: Make,
-    visiting: Sequence[int],
-    k: int = 2,
-    backend: HostBackend | None = None,
-    **options: Any,
+    make: Make, visiting: Sequence[int], k: int = 2, backend: HostBackend | None = None, **options: Any
 ) -> int:
     """Both trainings have the same bits; returns the number of visits."""
     expected, _ = train_placed(make, None, **options)
