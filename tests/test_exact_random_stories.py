@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -303,28 +304,16 @@ def assign(now: Now, number: int) -> None:
 
 def new_optimizer(now: Now, number: int) -> None:
     now.model.zero_grad()
-    make = chosen([sgd, adamw, rmsprop, our_adamw, our_adam], number)
-    now.optimizer = make(list(now.model.parameters()))
+    now.optimizer = chosen(OPTIMIZERS, number)(list(now.model.parameters()))
 
 
-def sgd(weights: list[nn.Parameter]) -> Optimizer:
-    return SGD(weights, lr=0.05, momentum=0.9, nesterov=True)
-
-
-def adamw(weights: list[nn.Parameter]) -> Optimizer:
-    return AdamW(weights, lr=0.01, weight_decay=0.1)
-
-
-def our_adamw(weights: list[nn.Parameter]) -> Optimizer:
-    return optim.AdamW(weights, lr=0.01, weight_decay=0.1, moments="int8")
-
-
-def our_adam(weights: list[nn.Parameter]) -> Optimizer:
-    return optim.Adam(weights, lr=0.01)
-
-
-def rmsprop(weights: list[nn.Parameter]) -> Optimizer:
-    return RMSprop(weights, lr=0.002, momentum=0.5)
+OPTIMIZERS: list[Callable[[list[nn.Parameter]], Optimizer]] = [
+    partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    partial(AdamW, lr=0.01, weight_decay=0.1),
+    partial(RMSprop, lr=0.002, momentum=0.5),
+    partial(optim.AdamW, lr=0.01, weight_decay=0.1, moments="int8"),
+    partial(optim.Adam, lr=0.01),
+]
 
 
 def change_hyperparameters(now: Now, number: int) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-import random
 import re
-import signal
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,18 +19,7 @@ from long_runs import Loader, Schedule
 from offline import WrittenNumbers
 from torch.utils._pytree import tree_leaves
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = ["--accelerator=cpu", "--layers=1", "--hidden=16", "--heads=2"]
-CHAT = [*TINY, "--chats=chats.jsonl", "--epochs=2", "--batch-size=2", "--eval-every=99", "--save-every=1"]
-KILLED = """
-import os, signal, sys
-import finetune_chat, recipe
-def look(self, trainer, *_):
-    if trainer.global_step == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-recipe.Losses.on_train_batch_start = look
-finetune_chat.main(sys.argv[2:])
-"""
 
 
 class Stopped(Exception):
@@ -62,19 +47,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     for name in ("state_dict", "optimizer_states", "global_step"):
         for a, b in zip(tree_leaves(one[name]), tree_leaves(other[name]), strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
-
-
-def test_a_chat_recipe_that_was_killed_goes_on_with_the_same_numbers(capsys):
-    write_chats()
-    whole = run("finetune_chat", *CHAT, output="whole")
-    step = random.randrange(1, whole["global_step"])
-    command = [sys.executable, "-c", KILLED, str(step), *CHAT, "--output=part"]
-    killed = subprocess.run(command, env={"PYTHONPATH": f"{EXAMPLES}:{EXAMPLES.parent}"}, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert torch.load("part/checkpoints/last.ckpt", weights_only=True)["global_step"] == step
-    capsys.readouterr()
-    assert_same(run("finetune_chat", *CHAT, "--resume", output="part"), whole)
-    assert "Continuing from part/checkpoints/last.ckpt" in capsys.readouterr().out
 
 
 def test_with_a_model_the_same_command_continues(capsys):
@@ -124,12 +96,17 @@ EXACT = ["--clip=0.5", "--accumulate=2", "--warmup=2", "--schedule=cosine"]
     [
         ("finetune_lm", [*TINY, *EXACT, "--text=text.txt", "--length=8", "--steps=9", "--eval-every=3"], 7),
         ("lora_lm", [*TINY, *EXACT, "--text=text.txt", "--length=8", "--steps=5", "--precision=bf16-mixed"], 4),
+        ("finetune_chat", [*TINY, "--chats=chats.jsonl", "--epochs=2", "--batch-size=4", "--eval-every=99"], 5),
         ("finetune_preferences", [*TINY, "--epochs=2", "--batch-size=48"], 3),
         ("finetune_diffusion", [*TINY[:1], "--images=images", "--epochs=2", "--batch-size=2", "--denoising=1"], 4),
     ],
 )
 def test_a_recipe_goes_on_with_the_same_numbers(script, arguments, stop):
-    """At the end of an epoch, in its middle, and between two steps; with random numbers that the model draws."""
+    """At the end of an epoch, in its middle, and between two steps; with random numbers that the model draws.
+
+    test_distribution kills one.
+    """
+    write_chats()
     Path("text.txt").write_text("one two three four five six " * 12, encoding="utf-8")
     Path("images").mkdir()
     for number, (image, text) in enumerate(WrittenNumbers(5)):
