@@ -201,51 +201,40 @@ def train(case: Case, plan: Plan, model: nn.Module, trace: Trace, scope: Scope, 
     torch.manual_seed(7)
     random.seed(7)
 
+    def one_step(label: str, scope: Scope) -> None:
+        """One optimizer step over ``plan.accumulate`` micro-batches."""
+        cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast, cache_enabled=plan.cast_cache)
+        if case.train_step is not None:
+            with scope(), cast:
+                note_outputs(trace, label, list(case.train_step(model, next(batches), optimizers)))
+            note_state(trace, label, model, optimizers)
+            return
+        for micro in range(plan.accumulate):
+            here = f"{label} / micro-batch {micro}"
+            with scope():
+                losses = case.forward_backward(model, next(batches), cast)
+                note_outputs(trace, f"{here} / loss", losses)
+                note_gradients(trace, here, parameters)  # complete when backward returns, still inside of the step
+        if plan.clip is not None:
+            trace[f"{label} / norm"] = frozen(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        note_state(trace, label, model, optimizers)
+
     if plan.sanity:
         evaluate(case, model, trace, "sanity check", scope, torch.inference_mode)
     for step in range(plan.steps):
-        one_step(case, plan, model, parameters, optimizers, batches, trace, f"step {step}", scope)
+        one_step(f"step {step}", scope)
         if step == 0:
             evaluate(case, model, trace, "validation after step 0", scope, torch.inference_mode)
     for mode in (torch.no_grad, torch.inference_mode):
         evaluate(case, model, trace, f"eval under {mode.__name__}", scope, mode)
     detach()
     note_state(trace, "after detach", model, optimizers)
-    one_step(case, plan, model, parameters, optimizers, batches, trace, "a plain step after detach", nullcontext)
+    one_step("a plain step after detach", nullcontext)
     if case.seen is not None:
         note_outputs(trace, "seen by user hooks", case.seen(model))
-
-
-def one_step(
-    case: Case,
-    plan: Plan,
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    optimizers: list[Optimizer],
-    batches: Iterator[Batch],
-    trace: Trace,
-    label: str,
-    scope: Scope,
-) -> None:
-    """One optimizer step over ``plan.accumulate`` micro-batches."""
-    cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast, cache_enabled=plan.cast_cache)
-    if case.train_step is not None:
-        with scope(), cast:
-            note_outputs(trace, label, list(case.train_step(model, next(batches), optimizers)))
-        note_state(trace, label, model, optimizers)
-        return
-    for micro in range(plan.accumulate):
-        here = f"{label} / micro-batch {micro}"
-        with scope():
-            losses = case.forward_backward(model, next(batches), cast)
-            note_outputs(trace, f"{here} / loss", losses)
-            note_gradients(trace, here, parameters)  # complete when backward returns, still inside of the step
-    if plan.clip is not None:
-        trace[f"{label} / norm"] = frozen(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    note_state(trace, label, model, optimizers)
 
 
 def evaluate(
