@@ -52,13 +52,9 @@ def test_what_must_not_be_read_raises(use: Use, mode: Callable[[], Any]) -> None
 
 
 FINE: list[Use] = [
-    lambda w: w + 1,
-    lambda w: w * torch.tensor(2.0),
-    lambda w: w + w,
-    lambda w: w.t(),
-    lambda w: w.data.clamp_(0),
-    lambda w: torch.ones(3, 3).add_(w),
-]
+    lambda w: w + 1, lambda w: w * torch.tensor(2.0), lambda w: w + w, lambda w: w.t(),
+    lambda w: w.data.clamp_(0), lambda w: torch.ones(3, 3).add_(w),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("use", FINE)

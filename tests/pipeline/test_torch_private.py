@@ -23,7 +23,6 @@ from sp_lightning.pipeline.torch_private import (
     has_foreign_step_hooks,
     in_backward,
     parts_of,
-    profiler_is_on,
     scope_that_ends_before_backward,
     step_is_replaced,
     storage_key,
@@ -127,12 +126,6 @@ def test_zero_grad_is_told_from_other_looks() -> None:
         zero()
         zero(set_to_none=False)
     assert found == [None, True, False, True, False]
-
-
-def test_the_profiler_is_noticed() -> None:
-    with torch.profiler.profile():
-        assert profiler_is_on()
-    assert not profiler_is_on()
 
 
 def test_scopes_that_end_before_backward() -> None:

@@ -174,7 +174,6 @@ def test_gradients_that_are_asked_for(cache: bool, penalized: bool) -> None:
             model.zero_grad()
         return found
 
-    torch.manual_seed(0)
     plain = nn.Sequential(*[Block(AS_IT_IS["norm"]) for _ in range(3)])
     model = copy.deepcopy(plain)
     expected = ask(plain, None)
@@ -205,7 +204,6 @@ def test_a_new_use_outside_of_a_unit_that_runs_again(within: bool) -> None:
             found.append(loss.detach())
         return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
 
-    torch.manual_seed(0)
     plain = nn.Sequential(*[Block(lambda block, x, y: y.sin().exp()) for _ in range(4)])
     for block in plain:
         block.also = True

@@ -25,8 +25,6 @@ def module() -> nn.Module:
 @contextmanager
 def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
     """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
-    pipeline = Pipeline(module, "cpu")
-    pipeline._engine.steps.fused = True
     settings: list[dict[str, Any]] = []
 
     def update_weights(step: Step, number: int, *args: Any) -> None:
@@ -36,13 +34,11 @@ def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     plainly = unit_steps.update_weights
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
-    try:
-        with mock.patch.object(unit_steps, "update_weights", update_weights):
-            yield settings
-            optimizer.step()
-            pipeline._engine.settle()
-    finally:
-        pipeline.detach()
+    with Pipeline(module, "cpu") as pipeline, mock.patch.object(unit_steps, "update_weights", update_weights):
+        pipeline._engine.steps.fused = True
+        yield settings
+        optimizer.step()
+        pipeline._engine.settle()
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
