@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.dlpack import to_dlpack
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.units.moving import move_all_but_parameters
+from sp_lightning.pipeline.optimizer.staying import move_all_but_parameters
 
 from .. import helpers
 from .parts import RecordingBackend
