@@ -33,8 +33,6 @@ from sp_lightning.pipeline.weights.overrides import see_all_uses
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
-_OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward)
-
 # The guard and the weight of each master, by the master's identity.
 _guarded: dict[int, tuple[Guard, Weight]] = {}
 _guards: WeakSet[Guard] = WeakSet()  # the guards of all attached models
@@ -119,7 +117,8 @@ def run(guard: Guard, func: Operation, args: Args, kwargs: Kwargs) -> Any:
         guards_and_weights = [_guarded[id(master)] for master in instances_in((args, kwargs), HostParameter)]
         means_masters = _means_masters(meaning, args, kwargs)
         # Between steps, too, a graph may wait that was built on leaves of weights.
-        in_step = func in _OF_GRAPHS or any(guard.in_step for guard, _ in guards_and_weights)
+        of_graphs = func in (torch.autograd.grad, torch.autograd.backward)
+        in_step = of_graphs or any(guard.in_step for guard, _ in guards_and_weights)
         in_step = in_step and not optimizer_steps.depth
         if in_step and not means_masters:
             return _run_on_device(func, args, kwargs)

@@ -1,8 +1,8 @@
 """Functions of torch's that take weights without asking their class (`__torch_function__`): here they are made to ask.
 
 Factories such as `torch.tensor(weight)` take any object, `nn.Parameter(weight)` takes those of torch's own classes, and
-custom autograd Functions take all arguments as they are. They are changed once in a process, when the engine is first
-imported, and do what they did for everything but our own classes.
+custom autograd Functions take all arguments as they are; before torch 2.14, so does `backward(inputs=...)`. They are
+changed once in a process, when the engine is first imported, and do what they did for everything but our own classes.
 
 `torch.compile` has to look into this file, as it meets these functions in user code.
 """
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from sp_lightning.pipeline.operations import Args, Kwargs, Operation
 from sp_lightning.pipeline.torch_private import apply_of, register_builtin, remember_device_constructors
@@ -54,6 +55,8 @@ def see_all_uses(kinds: Kinds, leaves: Kinds) -> None:
         _have_classes_asked(torch, name, kinds)
     for name in _METHODS:
         _have_classes_asked(Tensor, name, kinds)
+    if torch.__version__ < "2.14":
+        _have_inputs_asked(kinds)
     _make_parameters_of(kinds, leaves)
     _see_functions(kinds)
 
@@ -75,6 +78,23 @@ def _have_classes_asked(owner: Any, name: str, kinds: Kinds) -> None:
 
     setattr(owner, name, asking)
     register_builtin(asking, function)
+
+
+def _have_inputs_asked(kinds: Kinds) -> None:
+    """Have `torch.autograd.backward` ask the classes of its inputs. `Tensor.backward` calls it, too."""
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs")
+        if inputs is not None:
+            kwargs["inputs"] = inputs = (inputs,) if isinstance(inputs, (Tensor, GradientEdge)) else tuple(inputs)
+            given = [value for value in inputs if type(value) in kinds]
+            if given and torch.overrides.has_torch_function(given):
+                return torch.overrides.handle_torch_function(asking, given, *args, **kwargs)
+        return backward(*args, **kwargs)
+
+    torch.autograd.backward = asking
 
 
 def _make_parameters_of(kinds: Kinds, leaves: Kinds) -> None:
