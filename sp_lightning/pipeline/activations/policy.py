@@ -295,7 +295,7 @@ class Activations:
         if not in_backward():  # backward uses the tensors of a recomputation at once
             self._last_call.let_go()
             if torch.is_grad_enabled():
-                bundle = Bundle(member, leaves=(self._route or self._policy) == "offload")
+                bundle = Bundle(member.unit_name, leaves=(self._route or self._policy) == "offload")
         self._offloader.open.append(bundle)
 
     def leave(self) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -52,21 +53,19 @@ from sp_lightning.pipeline.weights.weight import Life, Twin, outdated_graph_erro
 _LOOKS = 2
 
 
+@dataclass
 class SecondForwards:
-    """The findings from calls about running forwards again."""
+    """The findings from calls about running forwards again, by the names of members."""
 
-    def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
-        self.saved = saved
-        self.backend = backend
-        self.stats = stats
-        # by the names of members: calls that have ended
-        self.calls: Counter[str] = Counter()
-        # looks in a row that have found nothing
-        self.clean_looks: Counter[str] = Counter()
-        # second forwards whose outputs were compared with the first's
-        self.comparisons: Counter[str] = Counter()
-        # members for which something was in the way; they keep their saved tensors from then on
-        self.unrepeatable: set[str] = set()
+    saved: SavedTensors
+    backend: Backend
+    stats: Stats
+    calls: Counter[str] = field(default_factory=Counter)  # calls that have ended
+    clean_looks: Counter[str] = field(default_factory=Counter)  # looks in a row that have found nothing
+    # second forwards whose outputs were compared with the first's
+    comparisons: Counter[str] = field(default_factory=Counter)
+    # members for which something was in the way; they keep their saved tensors from then on
+    unrepeatable: set[str] = field(default_factory=set)
 
 
 class UnitCall:
@@ -96,7 +95,7 @@ class UnitCall:
         # numbers of the outputs; None unless the second forward's are compared with them
         self._outputs: list[Tensor] | None = None
         # tensors that the first forward has saved and the second has not yet
-        self._gaps: Iterator[ref[Kept]] = iter(())
+        self._gaps: Iterator[Kept | None] = iter(())
         self._missing = 0  # dropped tensors that the second forward has not saved yet
 
     @property
@@ -221,7 +220,7 @@ class UnitCall:
             )
         shared.stats.recomputed += 1
         shared.backend.trace.begin_computing(Kind.FORWARD, member.unit_name, is_recomputed=True)
-        self._gaps = iter(self.saved)
+        self._gaps = (reference() for reference in self.saved)
         self._missing = sum(1 for kept in self._alive() if kept.tensor is None)
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
@@ -267,8 +266,7 @@ class UnitCall:
 
     def _fill_gap(self, tensor: Tensor) -> Tensor:
         """Put the tensors of the second forward, in order, in place of the dropped ones."""
-        reference = next(self._gaps, None)
-        kept = None if reference is None else reference()
+        kept = next(self._gaps, None)
         tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
         if kept is not None and kept.misses(tensor):
             kept.fill(tensor, self._shared.saved.meter)
