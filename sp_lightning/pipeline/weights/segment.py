@@ -152,10 +152,6 @@ class Segment:
     def note_edit(self) -> None:
         """Note that something else than a step has changed masters, or may do so."""
         self.is_edited = True
-        self.advance_epoch()
-
-    def advance_epoch(self) -> None:
-        """Begin the next epoch: masters have changed, or an optimizer is about to step them."""
         self.epoch += 1
 
     def note_stepped(self) -> None:
