@@ -132,12 +132,6 @@ class Unit:
         for weight in self.weights:
             weight.leave_device()
 
-    def set_segments(self, segments: Sequence[Segment], pin: bool = True) -> None:
-        """Have the unit copied from this host memory, pinned if that is possible."""
-        for segment in segments:
-            segment.prepare(pin)
-        self.segments = segments
-
     def leave(self, is_over: bool) -> None:
         """Put the masters back after backward has reached the unit, except in its calls that are running.
 

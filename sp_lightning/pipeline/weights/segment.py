@@ -182,12 +182,14 @@ class Segment:
             transfers.append((self.place[begin : begin + values.nbytes], values))
         return transfers
 
-    def memory_of(self, weight: Weight, backend: Backend) -> HostBuffer:
-        """Return the memory of one master, with its padding, as a buffer that is not pinned itself."""
+    def of_one(self, weight: Weight, backend: Backend) -> Segment:
+        """Return a segment of one of the weights, over its master's memory with the padding, which it does not pin."""
         begin = weight.engine_memory.data_ptr() - self.memory.masters.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
         memory = self.memory.bytes[begin : begin + nbytes]
-        return HostBuffer(nbytes, backend, pin=False, memory=memory)
+        segment = Segment([weight], HostBuffer(nbytes, backend, pin=False, memory=memory))
+        segment.prepare(pin=False)
+        return segment
 
 
 def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
@@ -245,13 +247,18 @@ class HostMemory:
         return sum(companion.nbytes for companion in companions if companion is not None)
 
     def gather(self, weights: Sequence[Weight], segments: Sequence[Segment]) -> Sequence[Segment]:
-        """Return the segments of a unit's weights: those that it has, if the same weights are still sent together."""
+        """Return the segments of a unit's weights: those that it has, if the same weights are still sent together.
+
+        The memory that they send is pinned if that is possible.
+        """
         parts = sent_together(weights)
-        if parts == [segment.weights for segment in segments]:
-            return segments
+        if parts != [segment.weights for segment in segments]:
+            for segment in segments:
+                segment.copies.clear()
+            segments = list(map(self._segment, parts))
         for segment in segments:
-            segment.copies.clear()
-        return list(map(self._segment, parts))
+            segment.prepare(pin=True)
+        return segments
 
     def _segment(self, weights: Sequence[Weight]) -> Segment:
         """Make a segment of weights, whose masters move into its memory."""
