@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,7 +30,7 @@ class CopiedPlainly(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy it as an ordinary Parameter."""
-        return nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return nn.Parameter(self.data.clone(), self.requires_grad)
 
 
 class WithMaster(Protocol):

@@ -221,15 +221,11 @@ class HostMemory:
         self.progress = progress  # shows how it is filled
         self._backend = backend
         self._box = box
+        self.is_shared = box is not None  # whether several processes share it
         self._buffers: list[HostBuffer] = []
         # The address that each master was given, by the master's identity.
         self.addresses: dict[int, int] = {}
         self._is_new = False  # whether memory was made since this process last waited for values
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes share it."""
-        return self._box is not None
 
     @property
     def staging_buffers(self) -> int:
@@ -243,8 +239,7 @@ class HostMemory:
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes next to masters that serve this purpose."""
-        companions = [buffer.companions.get(purpose) for buffer in self._buffers]
-        return sum(companion.nbytes for companion in companions if companion is not None)
+        return sum(buffer.companions[purpose].nbytes for buffer in self._buffers if purpose in buffer.companions)
 
     def gather(self, weights: Sequence[Weight], segments: Sequence[Segment]) -> Sequence[Segment]:
         """Return the segments of a unit's weights: those that it has, if the same weights are still sent together.
@@ -305,9 +300,10 @@ class GradientLayout:
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
         self.dtypes = list(dtypes)
-        shapes = [(weight.layout.size(), weight.layout.stride()) for weight in weights]
         # These are tensors of the same forms, and not the weights: those would stay in memory as long as this object.
-        self._forms = [torch.empty_strided(size, stride, device="meta") for size, stride in shapes]
+        self._forms = [
+            torch.empty_strided(weight.layout.size(), weight.layout.stride(), device="meta") for weight in weights
+        ]
         sizes = [weight.layout.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         self._offsets = offsets[:-1]
