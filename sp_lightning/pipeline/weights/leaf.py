@@ -48,11 +48,6 @@ class TwinParameter(CopiedPlainly):
     weight: WithMaster
 
     @property
-    def twin_of(self) -> str:
-        """The weight's name."""
-        return self.weight.name
-
-    @property
     def data(self) -> Tensor:
         """The values, without history, like the `.data` of any Parameter."""
         return self.detach()  # shares the leaf's version, as dynamo has it, too
@@ -73,7 +68,7 @@ class TwinParameter(CopiedPlainly):
         )
         if not is_same:
             raise RuntimeError(
-                f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, "
+                f"A forward gives weight {self.weight.name!r} other memory (`weight.data = ...`, "
                 "`weight.set_(...)`, or a conversion of its module) while it is on the device. Write "
                 "into it (`weight.data.copy_(...)`), or convert it between steps."
             )
