@@ -81,7 +81,9 @@ class Learned:
             containers = [  # modules that are never called: their parents call their children
                 member.name
                 for member in members
-                if member.uses(weight) and member.entered == 0 and any(member.module.children())
+                if weight in [entry.weight for entry in member.entries]
+                and member.entered == 0
+                and any(member.module.children())
             ]
             self.divided.update(containers)
             if not containers:

@@ -119,7 +119,8 @@ class Window(MasterAccess):
         for unit in self.units:
             for weight in unit.weights:
                 weight.twin.note_unchanged()
-            unit.abandon()
+            unit.users = 0
+            unit.lose_bytes()
 
     def is_blocked(self, unit: Unit) -> bool:
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
