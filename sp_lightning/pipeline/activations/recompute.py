@@ -89,7 +89,7 @@ class UnitCall:
         if shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable:
             self._look = Snapshot(modules, pytree.tree_leaves((args, kwargs)))
         self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
-        self._state = self._state_of_module(self._twins)
+        self._state = _state_of(self._twins)
         with without_torch_function():
             self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
         # numbers of the outputs; None unless the second forward's are compared with them
@@ -186,7 +186,7 @@ class UnitCall:
         if self._inputs.are_changed:
             return "changes its input in place"
         twins = [entry.weight.twin for entry in self.member.entries]
-        if self._state_of_module(twins) != self._state:
+        if _state_of(twins) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
             return "changes a large buffer in place, or a parameter that is not streamed"
@@ -194,14 +194,6 @@ class UnitCall:
         if scope is not None:
             return f"is called under {scope}"
         return None if self._look is None else self._look.obstacle()
-
-    def _state_of_module(self, twins: Iterable[Twin]) -> list[Any]:
-        """Return all that changes with a weight: its leaf (if no longer lowered), and its values."""
-        with without_torch_function():
-            return [
-                [(id(twin.parameter), twin.version()) for twin in twins],
-                [entry.weight.version for entry in self.member.every_entry],
-            ]
 
     # --------------------------------------------------------------------------------------------------- in backward
 
@@ -212,7 +204,7 @@ class UnitCall:
         # the lowered twin where a weight is no longer lowered: for the other one, autocast would save its own cast
         twins = [twin if twin.life is Life.IN_GRAPHS else twin.weight.twin for twin in self._twins]
         are_changed = self._inputs.are_changed or self._surroundings.are_changed
-        if are_changed or self._state_of_module(twins) != self._state:
+        if are_changed or _state_of(twins) != self._state:
             raise self._cannot(
                 f"an input, a buffer or a weight of {member.name!r} has been modified by an "
                 "inplace operation, or sent in another dtype, between forward and backward, so its "
@@ -274,6 +266,15 @@ class UnitCall:
             if not self._missing and self._outputs is None:
                 raise _NothingMissing
         return tensor
+
+
+def _state_of(twins: Iterable[Twin]) -> list[tuple[int, int]]:
+    """Return all that changes with weights: their leaves (if no longer lowered), and their values.
+
+    Those that stay on the device are plain parameters, which `Surroundings` watches.
+    """
+    with without_torch_function():
+        return [(id(twin.parameter), twin.version()) for twin in twins]
 
 
 class _NothingMissing(Exception):
