@@ -327,10 +327,6 @@ class Activations:
             self.auto.end_backward()
         self._offloader.release_sent()
 
-    def abandon(self) -> None:
-        """Return to idle after an exception, when no copy is under way."""
-        self._offloader.abandon()
-
     def _end_stretch(self, is_turn: bool = False) -> None:
         stretch = self.saved.meter.end_stretch()
         if self.auto is not None:
