@@ -52,6 +52,10 @@ class QuantizedTwin(Twin):
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
+    def version(self) -> int:
+        """Return a version that grows with every change of the weight; the master gets no other memory."""
+        return _version_of(self.weight.master) + self.parameter._version
+
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
         self._version_seen = _version_of(self.parameter)
@@ -79,11 +83,6 @@ class QuantizedWeight(Weight):
         nbytes = lay_out([part.nbytes for part in parts_of(master)])[1]
         self.layout = self.current_memory = self.engine_memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
-
-    @property
-    def version(self) -> int:
-        """A number that grows with every change of the master that torch counts; it gets no other memory."""
-        return _version_of(self.master)
 
     def point_master_to(
         self,
@@ -116,7 +115,7 @@ class QuantizedWeight(Weight):
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "
                 "graph waits for its backward or before an optimizer's step. Do so between steps."
             )
-        return self.version
+        return _version_of(self.master)
 
     @property
     def is_converted(self) -> bool:
