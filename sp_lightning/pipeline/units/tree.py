@@ -51,8 +51,8 @@ class Tree:
 
     def weights_of(self, module: nn.Module) -> list[Weight]:
         """Return the weights at and below a module."""
-        parameters = list(module.parameters())
-        return [self.weights[id(parameter)] for parameter in parameters if id(parameter) in self.weights]
+        identities = map(id, module.parameters())
+        return [self.weights[identity] for identity in identities if identity in self.weights]
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""
