@@ -26,7 +26,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
+from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.activations.snapshots import is_small_buffer, may_change, version_of
 from sp_lightning.pipeline.operations import Args, Kwargs
 from sp_lightning.pipeline.tensors_in import tensors_in
@@ -67,12 +67,16 @@ class Inputs:
     def __init__(self, saved: SavedTensors, args: Args, kwargs: Kwargs) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         # an argument that is passed twice stays one object: `nn.MultiheadAttention` branches on `key is value`
-        data = {id(leaf): leaf for leaf in leaves if _is_data(leaf)}
+        data = {
+            id(leaf): leaf
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and not (isinstance(leaf, nn.Parameter) or leaf.is_inference())
+        }
         self._leaves = [(id(leaf), None if id(leaf) in data else leaf) for leaf in leaves]
-        self._requires_grad = [(identity, tensor.requires_grad) for identity, tensor in data.items()]
-        plain = [tensor.detach() for tensor in data.values()]  # weights stand for themselves
-        self.storages = set(map(storage_key, plain))
-        self._packed = [saved.handle(tensor) or Kept(tensor, saved.meter) for tensor in plain]
+        self.storages = set(map(storage_key, data.values()))
+        self._packed = {
+            identity: (saved.pack(tensor.detach()), tensor.requires_grad) for identity, tensor in data.items()
+        }
         self.weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         # the class of an argument that may change, as a cache does; None if there is none
         self.changeable = next((type(leaf).__name__ for leaf in leaves if may_change(leaf)), None)
@@ -80,23 +84,17 @@ class Inputs:
     @property
     def are_changed(self) -> bool:
         """Whether a tensor among the arguments was changed in place since the call."""
-        return any(packed.is_changed for packed in self._packed)
+        return any(packed.is_changed for packed, _ in self._packed.values())
 
     def rebuild(self, saved: SavedTensors) -> tuple[Args, Kwargs]:
         """Return the arguments for another call."""
-        tensors: dict[int, Tensor] = {}
-        for (identity, requires_grad), packed in zip(self._requires_grad, self._packed, strict=True):
-            tensors[identity] = saved.unpack(packed).detach().requires_grad_(requires_grad)
+        tensors = {
+            identity: saved.unpack(packed).detach().requires_grad_(requires_grad)
+            for identity, (packed, requires_grad) in self._packed.items()
+        }
         leaves = [tensors.get(identity, leaf) for identity, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
-
-
-def _is_data(value: Any) -> bool:
-    """Tell whether an argument is a tensor that autograd could save, and not a weight."""
-    if isinstance(value, nn.Parameter):
-        return False
-    return isinstance(value, Tensor) and not value.is_inference()
 
 
 class Surroundings:
@@ -139,8 +137,8 @@ class Surroundings:
                 is_large = buffer is module._buffers[name]
                 if buffer is not None and is_large:
                     watched.append(buffer)
-            parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-            watched += [parameter for parameter in parameters if not isinstance(parameter, CopiedPlainly)]
+            parameters = module._parameters.values()
+            watched += [parameter for parameter in parameters if not isinstance(parameter, CopiedPlainly | None)]
         with without_torch_function():
             self._watched = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in watched]
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary, ref
 
@@ -42,7 +43,6 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.torch_private import storage_key
-from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
 MIN_OFFLOAD_BYTES = 4 << 10  # smaller storages stay on the device
@@ -144,18 +144,18 @@ class Offloaded(NamedTuple):
         return self.activation.is_changed
 
 
+@dataclass(eq=False)
 class Bundle:
     """Activations that were saved in one call of a unit's member.
 
     A bundle exists even if its activations stay on the device, because it tells what backward needs next.
     """
 
-    def __init__(self, member: Member, leaves: bool) -> None:
-        self.name = member.unit_name
-        self.leaves = leaves  # whether the activations are to be offloaded
-        # the bundle that was completed before; backward needs it next
-        self.before: Bundle | None = None
-        self.saved: list[ref[Activation]] = []  # activations in order, once for each tensor in them
+    unit: str  # the unit's name
+    leaves: bool  # whether the activations are to be offloaded
+    before: Bundle | None = None  # the bundle that was completed before; backward needs it next
+    # activations in order, once for each tensor in them
+    saved: list[ref[Activation]] = field(default_factory=list)
 
     def alive(self) -> list[Activation]:
         """Return the activations that autograd has not dropped yet."""
@@ -189,7 +189,7 @@ class Offloader:
                 source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 host = self.pool.take(activation.nbytes)
                 target = host.bytes[: activation.nbytes]
-                ticket = self._backend.trace.download(Kind.OFFLOAD, bundle.name, target, source)
+                ticket = self._backend.trace.download(Kind.OFFLOAD, bundle.unit, target, source)
                 activation.leave(host, ticket)
                 self._leaving.append(activation)
                 self._stats.bytes_to_host += activation.nbytes
@@ -208,18 +208,16 @@ class Offloader:
             self._reclaim_host_memory(landed=False)
 
     def pack(self, tensor: Tensor) -> Offloaded | None:
-        """Take a tensor that autograd saves; return None if it is not to be offloaded, or has to stay."""
-        bundle = self.open[-1] if self.open else None
-        if bundle is None or not bundle.leaves:
-            return None
-        if not self._may_leave(tensor):
+        """Take a tensor that autograd saves in a call; return None if it is not to be offloaded, or has to stay."""
+        bundle = self.open[-1]
+        if bundle is None or not bundle.leaves or not self._may_leave(tensor):
             return None
         memory_key = storage_key(tensor)
         with self._lock:
             activation = self._by_memory.get(memory_key)
             if activation is None or activation.version != tensor._version:
                 charge = self._meter.hold(tensor)
-                activation = Activation(tensor, bundle.name, charge, self._leftovers)
+                activation = Activation(tensor, bundle.unit, charge, self._leftovers)
                 self._by_memory[memory_key] = activation
             bundle.saved.append(ref(activation))
             return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -69,11 +69,10 @@ class AutoPolicy:
 
     def footprints(self) -> dict[str, Footprint]:
         """Return the footprint of each measured member's calls, in the order of the forward."""
-        footprints = {}
-        for name, calls in self._largest.items():
-            working = calls.working + self._operation_bytes
-            footprints[name] = calls._replace(working=working, repeatable=self._is_repeatable(name))
-        return footprints
+        return {
+            name: calls._replace(working=calls.working + self._operation_bytes, repeatable=self._is_repeatable(name))
+            for name, calls in self._largest.items()
+        }
 
     def _is_repeatable(self, name: str) -> bool:
         return self._largest[name].repeatable and name not in self._second_forwards.unrepeatable
@@ -197,6 +196,8 @@ class LastCall:
 class Activations:
     """Decides, for each call of a unit, what happens to the tensors that autograd saves: their route."""
 
+    are_kept: bool  # whether all are, so that calls need not be reported
+
     def __init__(
         self,
         policy: ActivationPolicy,
@@ -207,10 +208,8 @@ class Activations:
     ) -> None:
         # the object that follows a planner's policies; None if the user has chosen one, or if memory has no limit
         self.auto: AutoPolicy | None = None
-        self.are_kept = policy in ("keep", "auto")  # whether all are, so that calls need not be reported
         self.second_forwards = SecondForwards(saved, backend, stats)
-        self._is_auto = policy == "auto"
-        self._policy: Policy = "keep" if policy == "auto" else policy
+        self._policy = policy
         self.saved = saved
         self._offloader = offloader
         # the route of the outermost call under way; None between managed calls
@@ -223,10 +222,10 @@ class Activations:
 
     def measure_anew(self, has_limit: bool) -> None:
         """Under `"auto"`, measure calls again, as they may take more than before. The planned policies stay."""
-        if self._is_auto and has_limit:
+        if self._policy == "auto" and has_limit:
             policies = {} if self.auto is None else self.auto.policies
             self.auto = AutoPolicy(self.second_forwards, policies)
-        self.are_kept = self.auto is None and self._policy == "keep"
+        self.are_kept = self.auto is None and self._policy in ("keep", "auto")
 
     def begin_step(self, counts: bool) -> None:
         """Begin a step; no graph waits for its backward. With `counts`, the meter counts the memory that is held."""
@@ -257,20 +256,17 @@ class Activations:
     def begin(self, member: Member, args: Args, kwargs: Kwargs) -> None:
         """Begin a call of a unit, and choose its route."""
         assert self._route is None, "the outermost call decides"
-        route = self._policy
         if self.auto is not None:
-            route = self.auto.begin_call(member, tensors_in((args, kwargs)))
-        elif member.name in self.second_forwards.unrepeatable:
-            route = "keep"
-        self._route = route
-        if route == "recompute":
+            self._route = self.auto.begin_call(member, tensors_in((args, kwargs)))
+        else:  # the user wants units to recompute
+            self._route = "keep" if member.name in self.second_forwards.unrepeatable else "recompute"
+        if self._route == "recompute":
             self._last_call.let_go()  # or its tensors would count for this call
             self.saved.recording = UnitCall(self.second_forwards, member, args, kwargs)
 
     def conclude(self, output: Any) -> None:
         """Decide about the tensors that the current call, which is over, has saved."""
         call = self.saved.recording
-        self.saved.recording = None
         if not isinstance(call, UnitCall):
             return
         call.conclude(output, warns=self.auto is None)
@@ -295,7 +291,7 @@ class Activations:
         if not in_backward():  # backward uses the tensors of a recomputation at once
             self._last_call.let_go()
             if torch.is_grad_enabled():
-                bundle = Bundle(member, leaves=(self._route or self._policy) == "offload")
+                bundle = Bundle(member.unit_name, leaves=(self._route or self._policy) == "offload")
         self._offloader.open.append(bundle)
 
     def leave(self) -> None:
@@ -329,12 +325,7 @@ class Activations:
         self._phase = Phase.FORWARD
         if self.auto is not None:
             self.auto.end_backward()
-        if not self.are_kept:
-            self._offloader.release_sent()
-
-    def abandon(self) -> None:
-        """Return to idle after an exception, when no copy is under way."""
-        self._offloader.abandon()
+        self._offloader.release_sent()
 
     def _end_stretch(self, is_turn: bool = False) -> None:
         stretch = self.saved.meter.end_stretch()

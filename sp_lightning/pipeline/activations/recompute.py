@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -52,21 +53,19 @@ from sp_lightning.pipeline.weights.weight import Life, Twin, outdated_graph_erro
 _LOOKS = 2
 
 
+@dataclass
 class SecondForwards:
-    """The findings from calls about running forwards again."""
+    """The findings from calls about running forwards again, by the names of members."""
 
-    def __init__(self, saved: SavedTensors, backend: Backend, stats: Stats) -> None:
-        self.saved = saved
-        self.backend = backend
-        self.stats = stats
-        # by the names of members: calls that have ended
-        self.calls: Counter[str] = Counter()
-        # looks in a row that have found nothing
-        self.clean_looks: Counter[str] = Counter()
-        # second forwards whose outputs were compared with the first's
-        self.comparisons: Counter[str] = Counter()
-        # members for which something was in the way; they keep their saved tensors from then on
-        self.unrepeatable: set[str] = set()
+    saved: SavedTensors
+    backend: Backend
+    stats: Stats
+    calls: Counter[str] = field(default_factory=Counter)  # calls that have ended
+    clean_looks: Counter[str] = field(default_factory=Counter)  # looks in a row that have found nothing
+    # second forwards whose outputs were compared with the first's
+    comparisons: Counter[str] = field(default_factory=Counter)
+    # members for which something was in the way; they keep their saved tensors from then on
+    unrepeatable: set[str] = field(default_factory=set)
 
 
 class UnitCall:
@@ -90,13 +89,13 @@ class UnitCall:
         if shared.clean_looks[member.name] < _LOOKS and member.name not in shared.unrepeatable:
             self._look = Snapshot(modules, pytree.tree_leaves((args, kwargs)))
         self._surroundings = Surroundings(shared.backend.device, modules, self._inputs.weights)
-        self._state = self._state_of_module(self._twins)
+        self._state = _state_of(self._twins)
         with without_torch_function():
             self._were_trained = [twin.weight.master.requires_grad for twin in self._twins]
         # numbers of the outputs; None unless the second forward's are compared with them
         self._outputs: list[Tensor] | None = None
         # tensors that the first forward has saved and the second has not yet
-        self._gaps: Iterator[ref[Kept]] = iter(())
+        self._gaps: Iterator[Kept | None] = iter(())
         self._missing = 0  # dropped tensors that the second forward has not saved yet
 
     @property
@@ -187,7 +186,7 @@ class UnitCall:
         if self._inputs.are_changed:
             return "changes its input in place"
         twins = [entry.weight.twin for entry in self.member.entries]
-        if self._state_of_module(twins) != self._state:
+        if _state_of(twins) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
             return "changes a large buffer in place, or a parameter that is not streamed"
@@ -195,14 +194,6 @@ class UnitCall:
         if scope is not None:
             return f"is called under {scope}"
         return None if self._look is None else self._look.obstacle()
-
-    def _state_of_module(self, twins: Iterable[Twin]) -> list[Any]:
-        """Return all that changes with a weight: its leaf (if no longer lowered), and its values."""
-        with without_torch_function():
-            return [
-                [(id(twin.parameter), twin.version()) for twin in twins],
-                [entry.weight.version for entry in self.member.every_entry],
-            ]
 
     # --------------------------------------------------------------------------------------------------- in backward
 
@@ -213,7 +204,7 @@ class UnitCall:
         # the lowered twin where a weight is no longer lowered: for the other one, autocast would save its own cast
         twins = [twin if twin.life is Life.IN_GRAPHS else twin.weight.twin for twin in self._twins]
         are_changed = self._inputs.are_changed or self._surroundings.are_changed
-        if are_changed or self._state_of_module(twins) != self._state:
+        if are_changed or _state_of(twins) != self._state:
             raise self._cannot(
                 f"an input, a buffer or a weight of {member.name!r} has been modified by an "
                 "inplace operation, or sent in another dtype, between forward and backward, so its "
@@ -221,7 +212,7 @@ class UnitCall:
             )
         shared.stats.recomputed += 1
         shared.backend.trace.begin_computing(Kind.FORWARD, member.unit_name, is_recomputed=True)
-        self._gaps = iter(self.saved)
+        self._gaps = (reference() for reference in self.saved)
         self._missing = sum(1 for kept in self._alive() if kept.tensor is None)
         args, kwargs = self._inputs.rebuild(shared.saved)
         packing = saved_tensors_hooks(self._fill_gap, lambda tensor: tensor)
@@ -267,8 +258,7 @@ class UnitCall:
 
     def _fill_gap(self, tensor: Tensor) -> Tensor:
         """Put the tensors of the second forward, in order, in place of the dropped ones."""
-        reference = next(self._gaps, None)
-        kept = None if reference is None else reference()
+        kept = next(self._gaps, None)
         tensor = tensor.detach()  # or the second graph would keep itself alive (see `Kept`)
         if kept is not None and kept.misses(tensor):
             kept.fill(tensor, self._shared.saved.meter)
@@ -276,6 +266,15 @@ class UnitCall:
             if not self._missing and self._outputs is None:
                 raise _NothingMissing
         return tensor
+
+
+def _state_of(twins: Iterable[Twin]) -> list[tuple[int, int]]:
+    """Return all that changes with weights: their leaves (if no longer lowered), and their values.
+
+    Those that stay on the device are plain parameters, which `Surroundings` watches.
+    """
+    with without_torch_function():
+        return [(id(twin.parameter), twin.version()) for twin in twins]
 
 
 class _NothingMissing(Exception):

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -48,10 +47,10 @@ class _Backward(Protocol):
 class Kept:
     """A saved tensor that is held as it is, with the version that autograd would have checked, and counted."""
 
-    __slots__ = ("__weakref__", "_kind", "_recording", "charge", "tensor", "version")
+    __slots__ = ("__weakref__", "_kind", "charge", "recording", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None = None) -> None:
-        self._recording = recording
+    def __init__(self, tensor: Tensor, meter: Meter, recording: Recording | None) -> None:
+        self.recording = recording  # the call that can save it again once it was dropped
         self.charge = meter.hold(tensor) if meter.counts else None
         # the tensor without its node, which may be the one that saves it: a cycle through C++ would never be freed
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
@@ -80,16 +79,6 @@ class Kept:
     def misses(self, tensor: Tensor) -> bool:
         """Tell whether the tensor was dropped, and another one may take its place."""
         return self.tensor is None and self._kind == (tensor.shape, tensor.dtype)
-
-    def get(self) -> Tensor:
-        """Return the tensor; raise if it has been changed in place, as autograd does."""
-        if self.tensor is None:
-            assert self._recording is not None
-            self._recording.repeat()
-        assert self.tensor is not None
-        if self.tensor._version != self.version:
-            raise _changed_in_place(self.tensor.shape)
-        return self.tensor
 
 
 class SavedTensors:
@@ -127,14 +116,9 @@ class SavedTensors:
         self.twins = {}
         self.backward = None
 
-    def handle(self, tensor: Tensor) -> Handle | None:
-        """Return a handle for a weight or a view of one; None for other tensors."""
-        twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-        return None if twin is None else Handle(twin, tensor)
-
     def pack(self, tensor: Tensor) -> Handle | Offloaded | Kept:
         """Return the object that autograd saves in place of a tensor."""
-        twin = self.twins.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        twin = self.twins.get(storage_key(tensor))
         if twin is not None:
             return Handle(twin, tensor)
         offloaded = self._offloader.pack(tensor) if self._offloader.open else None
@@ -146,15 +130,21 @@ class SavedTensors:
         A weight may leave the device before backward, and other hooks cannot know; only a checkpoint does not keep it.
         """
         pack, unpack = outer
-        if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
-            return partial(unpack, pack(tensor))
-        return self.handle(tensor) or partial(unpack, pack(tensor))
+        is_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+        twin = None if is_checkpoint else self.twins.get(storage_key(tensor))
+        return partial(unpack, pack(tensor)) if twin is None else Handle(twin, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor, ready for backward to read."""
         tensor: Tensor
         if type(packed) is Kept:
-            return packed.get()
+            if packed.tensor is None:
+                assert packed.recording is not None
+                packed.recording.repeat()
+            assert packed.tensor is not None
+            if packed.tensor._version != packed.version:
+                raise _changed_in_place(f"a tensor of shape {list(packed.tensor.shape)}")
+            return packed.tensor
         if type(packed) is Handle:
             tensor = packed.alias
             # the twin that is there now, because the leaf may have another place by now
@@ -168,7 +158,7 @@ class SavedTensors:
                 raise outdated_graph_error("what a unit has saved")
             tensor = self._offloader.unpack(packed)
             if packed.is_changed:
-                raise _changed_in_place(tensor.shape)
+                raise _changed_in_place(f"a tensor of shape {list(tensor.shape)}")
             return tensor
         else:  # the hooks below have packed it
             tensor = packed()
@@ -179,8 +169,7 @@ class SavedTensors:
         return tensor
 
 
-def _changed_in_place(what: torch.Size | str) -> RuntimeError:
-    name = what if isinstance(what, str) else f"a tensor of shape {list(what)}"
+def _changed_in_place(name: str) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {name} was changed between forward and backward. Enable anomaly detection to "

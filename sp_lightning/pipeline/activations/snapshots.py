@@ -15,7 +15,6 @@ import gc
 import logging
 import pickle
 import random
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -28,11 +27,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from sp_lightning.pipeline.tensors_in import MOST_OBJECTS, NUMBERS_AND_TEXTS, STATE_OF_MODULES
+from sp_lightning.pipeline.tensors_in import MOST_OBJECTS, NUMBERS_AND_TEXTS, STATE_OF_MODULES, numpy
 from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
-numpy: Any = sys.modules["numpy"]  # torch imports it
 _SMALL_BUFFER = 1 << 19  # bytes; running statistics are smaller, masks and position tables larger
 _COMPARED = 1 << 16  # bytes of a tensor, or of an array
 _PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}

@@ -131,7 +131,7 @@ class Story:
             self.backward.abandon()
             self._trace.end_computing()
             self._window.backend.drain()
-            self.activations.abandon()
+            self._engine.offloader.abandon()
             self._window.order.forget_position()
             self._window.mark_all_absent()
             self._engine.planner.abandon()

@@ -23,6 +23,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
 from sp_lightning.pipeline.torch_private import CodeOfStep, code_of_step, has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.weights.leaf import TwinParameter
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -120,10 +121,9 @@ def _copy_of_number(tensor: Tensor) -> Tensor:
 def refuse_copies(optimizer: Optimizer) -> None:
     """Raise if an optimizer is to step a leaf, which is on the device in place of a weight."""
     for parameter in parameters_of(optimizer):
-        name = getattr(parameter, "twin_of", None)
-        if name is not None:  # it has no gradient, so an optimizer would silently skip it
+        if isinstance(parameter, TwinParameter):  # it has no gradient, so an optimizer would silently skip it
             raise RuntimeError(
-                f"{type(optimizer).__name__} steps a copy of weight {name!r} that is on "
+                f"{type(optimizer).__name__} steps a copy of weight {parameter.weight.name!r} that is on "
                 "the GPU only while it is used there; the weight itself would never "
                 "change. The copy was taken from its module in the middle of a forward, as "
                 "Pyro's parameter store does. Give the optimizer what `module.parameters()` "

@@ -79,7 +79,12 @@ def find_units(
     if not (tree.weights or tree.unmanaged):
         raise ValueError(f"`{type(root).__name__}` has no parameters, so there is nothing to stream.")
     if policy is not None:
-        pieces = _divide(tree, partial(_matches, tree, as_predicate(policy)))
+        matches = as_predicate(policy)
+
+        def is_unit(piece: Piece) -> bool:
+            return matches(tree.names[id(piece.module)], without_compile(piece.module))
+
+        pieces = _divide(tree, is_unit)
         if not (pieces or split) and tree.total:
             raise _nothing_matches(policy, root)
         typical = 0  # the user's choices are not joined
@@ -127,11 +132,6 @@ def _divide(tree: Tree, stays_whole: StaysWhole) -> list[Piece]:
         return [piece] if pieces and reads_weights_inside else pieces
 
     return divide(tree.root, is_block=False)
-
-
-def _matches(tree: Tree, predicate: Callable[[str, nn.Module], bool], piece: Piece) -> bool:
-    """Tell whether a user's policy makes a module a unit."""
-    return predicate(tree.names[id(piece.module)], without_compile(piece.module))
 
 
 def _stays_whole(tree: Tree, largest: int, piece: Piece) -> bool:

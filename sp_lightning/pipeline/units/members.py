@@ -66,7 +66,7 @@ def _make_member(
     member = Member(tree.names[id(module)], module, unit)
     for owner in owners:
         for name, parameter in owner._parameters.items():
-            if parameter is not None and id(parameter) in tree.weights:
+            if id(parameter) in tree.weights:
                 member.every_entry.append(Entry(owner._parameters, name, tree.weights[id(parameter)]))
         if isinstance(owner, nn.RNNBase):
             managed = [tree.weights[id(weight)] for weight in owner._flat_weights if id(weight) in tree.weights]

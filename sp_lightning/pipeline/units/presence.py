@@ -75,7 +75,6 @@ class Presence:
         """Have the unit copied to this device memory."""
         assert self.residency is Residency.ABSENT, self._unit
         self.place = place
-        self.fingerprint = None
 
     def watch(self) -> None:
         """Notice changes of the bytes until `has_changed` is asked."""

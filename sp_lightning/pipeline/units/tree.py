@@ -29,8 +29,8 @@ class Tree:
     ) -> None:
         self.root = root
         # modules that claim to be equal to others need names, too: torch would leave them out
-        named_modules = list(root.named_modules(remove_duplicate=False))
-        self.names = {id(module): name for name, module in reversed(named_modules)}
+        self._modules = dict(root.named_modules(remove_duplicate=False))
+        self.names = {id(module): name for name, module in reversed(self._modules.items())}
         # weights that the engine can manage, by the identity of the parameter
         self.weights: dict[int, Weight] = {}
         self.unmanaged: dict[str, nn.Parameter] = {}  # parameters that it cannot manage, by name
@@ -45,14 +45,14 @@ class Tree:
                 self.unmanaged[weight.name] = weight.master
         self._bytes = {
             id(module): sum(weight.nbytes for weight in self.weights_of(module) if weight not in self.resident)
-            for _, module in named_modules
+            for module in self._modules.values()
         }
         self.total = self.bytes_of(root)  # the bytes of all weights that may stream
 
     def weights_of(self, module: nn.Module) -> list[Weight]:
         """Return the weights at and below a module."""
-        parameters = list(module.parameters())
-        return [self.weights[id(parameter)] for parameter in parameters if id(parameter) in self.weights]
+        identities = map(id, module.parameters())
+        return [self.weights[identity] for identity in identities if identity in self.weights]
 
     def bytes_of(self, module: nn.Module) -> int:
         """Return the bytes of all weights at and below a module that may stream."""
@@ -73,19 +73,18 @@ class Tree:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if not _is_manageable(owner, parameter) or id(parameter) in tied:
+            kind = _kind_of_weight(owner, parameter)
+            if kind is None or id(parameter) in tied:
                 self.unmanaged[name] = parameter
             else:
-                kind = QuantizedWeight if is_quantized(parameter) else Weight
                 self.weights[id(parameter)] = kind(name, parameter)
 
     def _named(self, names: Sequence[str]) -> Iterator[nn.Parameter]:
         """Yield the parameters that the user wants to be resident."""
-        modules = dict(self.root.named_modules(remove_duplicate=False))
         parameters = dict(self.root.named_parameters(remove_duplicate=False))
         for name in names:
-            if name in modules:
-                yield from modules[name].parameters()
+            if name in self._modules:
+                yield from self._modules[name].parameters()
             elif name in parameters:
                 yield parameters[name]
             else:
@@ -113,15 +112,15 @@ def named_own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.P
                 yield prefix + name, module, parameter
 
 
-def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
-    """Tell whether the engine can point a parameter to other memory: plain and dense, or quantized."""
+def _kind_of_weight(owner: nn.Module, parameter: nn.Parameter) -> type[Weight] | None:
+    """Return the kind of a weight, plain and dense or quantized; None if it cannot be pointed to other memory."""
     if isinstance(owner, torch.jit.ScriptModule):
-        return False
+        return None
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
-        return False  # its gradient is as small as it can be
+        return None  # its gradient is as small as it can be
     if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
-        return parameter.layout is torch.strided and fills_memory(parameter)
-    return is_quantized(parameter)
+        return Weight if parameter.layout is torch.strided and fills_memory(parameter) else None
+    return QuantizedWeight if is_quantized(parameter) else None
 
 
 def _tied_by_memory(root: nn.Module) -> set[int]:

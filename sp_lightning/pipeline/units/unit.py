@@ -102,13 +102,8 @@ class Unit:
         """Whether another process owns and updates the masters, and this process shares them."""
         return any(segment.is_followed for segment in self.segments)
 
-    def abandon(self) -> None:
-        """Treat it as absent, with no call inside, whatever is there: after an exception, or for another place."""
-        self.users = 0
-        self.lose_bytes()
-
     def lose_bytes(self) -> None:
-        """Note that nothing of it is on the device."""
+        """Treat it as absent, whatever is there: after an exception, or for another place."""
         self.presence.abandon()
         for segment in self.segments:
             segment.epoch_on_device = NOTHING
@@ -131,12 +126,6 @@ class Unit:
             segment.place = nothing
         for weight in self.weights:
             weight.leave_device()
-
-    def set_segments(self, segments: Sequence[Segment], pin: bool = True) -> None:
-        """Have the unit copied from this host memory, pinned if that is possible."""
-        for segment in segments:
-            segment.prepare(pin)
-        self.segments = segments
 
     def leave(self, is_over: bool) -> None:
         """Put the masters back after backward has reached the unit, except in its calls that are running.
@@ -207,8 +196,8 @@ class Member:
                 entry.weight.leaf_count += 1
         become(Life.IN_USE, [entry.weight.twin for entry in self.entries if entry.has_leaf])
         for module, weights in self.recurrent:
-            present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
-            module._flat_weights = [present[id(weight)] for weight in weights]
+            present = {entry.weight: entry.parameters.get(entry.key) for entry in self.every_entry}
+            module._flat_weights = [present[weight] for weight in weights]
 
     def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; a tensor that is neither a twin nor a master is the user's and stays."""
@@ -244,10 +233,6 @@ class Member:
                 if entry.parameters.get(entry.key) is twin.parameter:
                     weight = entry.weight
                     entry.parameters[entry.key] = weight.twin.parameter if entry.has_leaf else weight.master
-
-    def uses(self, weight: Weight) -> bool:
-        """Tell whether its call may use a weight."""
-        return any(entry.weight is weight for entry in self.entries)
 
     def find_needed(self) -> None:
         """Determine which weights have to be on the device for its call, and with them which units."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,7 +30,7 @@ class CopiedPlainly(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy it as an ordinary Parameter."""
-        return nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return nn.Parameter(self.data.clone(), self.requires_grad)
 
 
 class WithMaster(Protocol):
@@ -47,11 +46,6 @@ class TwinParameter(CopiedPlainly):
     __slots__ = ("weight",)
 
     weight: WithMaster
-
-    @property
-    def twin_of(self) -> str:
-        """The weight's name."""
-        return self.weight.name
 
     @property
     def data(self) -> Tensor:
@@ -74,7 +68,7 @@ class TwinParameter(CopiedPlainly):
         )
         if not is_same:
             raise RuntimeError(
-                f"A forward gives weight {self.twin_of!r} other memory (`weight.data = ...`, "
+                f"A forward gives weight {self.weight.name!r} other memory (`weight.data = ...`, "
                 "`weight.set_(...)`, or a conversion of its module) while it is on the device. Write "
                 "into it (`weight.data.copy_(...)`), or convert it between steps."
             )

@@ -52,12 +52,13 @@ class QuantizedTwin(Twin):
         self._places = _divide(self.data, parts_of(self.parameter)) if self.data.numel() else []
         _lay(self.parameter, self._places or parts_of(self.weight.master))
 
+    def version(self) -> int:
+        """Return a version that grows with every change of the weight; the master gets no other memory."""
+        return _version_of(self.weight.master) + self.parameter._version
+
     def note_unchanged(self) -> None:
         """Note that the values are those of the master."""
-        self._version_seen = self._version_of_parts()
-
-    def _version_of_parts(self) -> int:
-        return sum(part._version for part in parts_of(self.parameter))
+        self._version_seen = _version_of(self.parameter)
 
     def is_touched(self) -> bool:
         """Return False, as frozen weights are not written to; raise if a forward has done so, or moved the memory.
@@ -66,7 +67,7 @@ class QuantizedTwin(Twin):
         """
         addresses = [part.data_ptr() for part in parts_of(self.parameter)]
         expected_addresses = [place.data_ptr() for place in self._places]
-        if self._version_of_parts() != self._version_seen or addresses != expected_addresses:
+        if _version_of(self.parameter) != self._version_seen or addresses != expected_addresses:
             _lay(self.parameter, self._places)
             raise _written(self.weight)
         return False
@@ -82,11 +83,6 @@ class QuantizedWeight(Weight):
         nbytes = lay_out([part.nbytes for part in parts_of(master)])[1]
         self.layout = self.current_memory = self.engine_memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         self.dtype = self.compute_dtype = torch.uint8
-
-    @property
-    def version(self) -> int:
-        """A number that grows with every change of the master that torch counts, and when it is given other memory."""
-        return sum(part._version for part in parts_of(self.master)) + self.replacements
 
     def point_master_to(
         self,
@@ -119,12 +115,16 @@ class QuantizedWeight(Weight):
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "
                 "graph waits for its backward or before an optimizer's step. Do so between steps."
             )
-        return self.version
+        return _version_of(self.master)
 
     @property
     def is_converted(self) -> bool:
         """Whether the master was converted, given other memory, or made trainable."""
         return self.master.requires_grad or not self._is_in_place()
+
+
+def _version_of(parameter: nn.Parameter) -> int:
+    return sum(part._version for part in parts_of(parameter))
 
 
 def _written(weight: Weight) -> RuntimeError:
@@ -152,11 +152,10 @@ def _offsets(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
 def _divide(memory: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return parts of a tensor of bytes as tensors like these, over the same storage."""
     with torch.inference_mode(False):
-        places: list[Tensor] = []
-        for part, offset in _offsets(parts):
-            place = memory[offset : offset + part.nbytes].view(part.dtype)
-            places.append(place.as_strided(part.size(), part.stride()))
-        return places
+        return [
+            memory[offset : offset + part.nbytes].view(part.dtype).as_strided(part.size(), part.stride())
+            for part, offset in _offsets(parts)
+        ]
 
 
 def _lay(parameter: nn.Parameter, places: Sequence[Tensor]) -> None:

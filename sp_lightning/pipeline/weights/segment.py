@@ -152,10 +152,6 @@ class Segment:
     def note_edit(self) -> None:
         """Note that something else than a step has changed masters, or may do so."""
         self.is_edited = True
-        self.advance_epoch()
-
-    def advance_epoch(self) -> None:
-        """Begin the next epoch: masters have changed, or an optimizer is about to step them."""
         self.epoch += 1
 
     def note_stepped(self) -> None:
@@ -186,12 +182,14 @@ class Segment:
             transfers.append((self.place[begin : begin + values.nbytes], values))
         return transfers
 
-    def memory_of(self, weight: Weight, backend: Backend) -> HostBuffer:
-        """Return the memory of one master, with its padding, as a buffer that is not pinned itself."""
+    def of_one(self, weight: Weight, backend: Backend) -> Segment:
+        """Return a segment of one of the weights, over its master's memory with the padding, which it does not pin."""
         begin = weight.engine_memory.data_ptr() - self.memory.masters.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
         memory = self.memory.bytes[begin : begin + nbytes]
-        return HostBuffer(nbytes, backend, pin=False, memory=memory)
+        segment = Segment([weight], HostBuffer(nbytes, backend, pin=False, memory=memory))
+        segment.prepare(pin=False)
+        return segment
 
 
 def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
@@ -223,15 +221,11 @@ class HostMemory:
         self.progress = progress  # shows how it is filled
         self._backend = backend
         self._box = box
+        self.is_shared = box is not None  # whether several processes share it
         self._buffers: list[HostBuffer] = []
         # The address that each master was given, by the master's identity.
         self.addresses: dict[int, int] = {}
         self._is_new = False  # whether memory was made since this process last waited for values
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes share it."""
-        return self._box is not None
 
     @property
     def staging_buffers(self) -> int:
@@ -245,17 +239,21 @@ class HostMemory:
 
     def nbytes_for(self, purpose: str) -> int:
         """Return the bytes next to masters that serve this purpose."""
-        companions = [buffer.companions.get(purpose) for buffer in self._buffers]
-        return sum(companion.nbytes for companion in companions if companion is not None)
+        return sum(buffer.companions[purpose].nbytes for buffer in self._buffers if purpose in buffer.companions)
 
     def gather(self, weights: Sequence[Weight], segments: Sequence[Segment]) -> Sequence[Segment]:
-        """Return the segments of a unit's weights: those that it has, if the same weights are still sent together."""
+        """Return the segments of a unit's weights: those that it has, if the same weights are still sent together.
+
+        The memory that they send is pinned if that is possible.
+        """
         parts = sent_together(weights)
-        if parts == [segment.weights for segment in segments]:
-            return segments
+        if parts != [segment.weights for segment in segments]:
+            for segment in segments:
+                segment.copies.clear()
+            segments = list(map(self._segment, parts))
         for segment in segments:
-            segment.copies.clear()
-        return list(map(self._segment, parts))
+            segment.prepare(pin=True)
+        return segments
 
     def _segment(self, weights: Sequence[Weight]) -> Segment:
         """Make a segment of weights, whose masters move into its memory."""
@@ -302,9 +300,10 @@ class GradientLayout:
 
     def __init__(self, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> None:
         self.dtypes = list(dtypes)
-        shapes = [(weight.layout.size(), weight.layout.stride()) for weight in weights]
         # These are tensors of the same forms, and not the weights: those would stay in memory as long as this object.
-        self._forms = [torch.empty_strided(size, stride, device="meta") for size, stride in shapes]
+        self._forms = [
+            torch.empty_strided(weight.layout.size(), weight.layout.stride(), device="meta") for weight in weights
+        ]
         sizes = [weight.layout.numel() * dtype.itemsize for weight, dtype in zip(weights, dtypes, strict=True)]
         offsets, self.nbytes = lay_out([*sizes, len(sizes) * torch.float32.itemsize])
         self._offsets = offsets[:-1]

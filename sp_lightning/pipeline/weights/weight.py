@@ -130,9 +130,11 @@ class Twin:
     def version(self) -> int:
         """Return a version that grows with every change of the weight, on the host or by a forward.
 
-        Saved-tensor hooks switch off autograd's own check, so saved weights are checked against this.
+        It counts what torch counts, and other memory that the master is given. Saved-tensor hooks switch off autograd's
+        own check, so saved weights are checked against this.
         """
-        return self.weight.version + self.parameter._version - self.write_backs
+        weight = self.weight
+        return weight.master._version + weight.replacements + self.parameter._version - self.write_backs
 
     def is_touched(self) -> bool:
         """Tell whether a forward may have written to the twin since its values were those of the master."""
@@ -254,11 +256,6 @@ class Weight:
     def nbytes(self) -> int:
         """The bytes of the weight in host memory."""
         return self.layout.numel() * self.dtype.itemsize
-
-    @property
-    def version(self) -> int:
-        """A number that grows with every change of the master that torch counts, and when it is given other memory."""
-        return self.master._version + self.replacements
 
     @property
     def lowered(self) -> bool:

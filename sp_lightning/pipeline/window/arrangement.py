@@ -81,7 +81,9 @@ class Learned:
             containers = [  # modules that are never called: their parents call their children
                 member.name
                 for member in members
-                if member.uses(weight) and member.entered == 0 and any(member.module.children())
+                if weight in [entry.weight for entry in member.entries]
+                and member.entered == 0
+                and any(member.module.children())
             ]
             self.divided.update(containers)
             if not containers:
@@ -244,7 +246,7 @@ class Arrangement:
         for unit in by_name:
             for weight in unit.weights_on_device:
                 weight.leave_host()
-            unit.set_segments(self._memory.gather(unit.weights, unit.segments))
+            unit.segments = self._memory.gather(unit.weights, unit.segments)
             work.advance(sum(weight.nbytes for weight in unit.weights))
         self._memory.keep(self.segments)
         self._memory.wait_for_values()
@@ -298,7 +300,7 @@ class Arrangement:
         segment = next(segment for segment in weight.unit.segments if weight in segment.weights)
         unit = Unit(weight.name, resident=True)
         unit.weights = [weight]
-        unit.set_segments([Segment([weight], segment.memory_of(weight, self._backend))], pin=False)
+        unit.segments = [segment.of_one(weight, self._backend)]
         place = self._backend.allocate(unit.nbytes)
         if was_lowered:
             # Second forwards still compute with the lowered twin, though no module has it now.

@@ -99,7 +99,7 @@ class Window(MasterAccess):
                 if segment.weights[0].name in names:
                     # The end of a step under way would be noted after this edit, as if it had come later.
                     self.finish_optimizer(unit)
-                    segment.advance_epoch()
+                    segment.epoch += 1
 
     def suspect_all(self) -> None:
         """Check every unit for changed masters before it is used again."""
@@ -119,7 +119,8 @@ class Window(MasterAccess):
         for unit in self.units:
             for weight in unit.weights:
                 weight.twin.note_unchanged()
-            unit.abandon()
+            unit.users = 0
+            unit.lose_bytes()
 
     def is_blocked(self, unit: Unit) -> bool:
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
@@ -191,12 +192,12 @@ class Window(MasterAccess):
             if unit.presence.suspect:
                 segment.detect_changes()
             if not stepped.isdisjoint(segment.weights):
-                segment.advance_epoch()
+                segment.epoch += 1
         unit.presence.suspect = False
         for other in unit.split_off:
             other.presence.suspect = True
             for segment in other.segments:
-                segment.advance_epoch()
+                segment.epoch += 1
 
     def _verify(self, unit: Unit) -> None:
         """Check the unit's masters if they may have changed, and discard an outdated copy on the device."""
