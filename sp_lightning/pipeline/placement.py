@@ -110,7 +110,7 @@ class PlacementPolicy:
         """Return the names of units that the last step has called, in the order of their calls."""
         engine = self._engine
         members = engine.arrangement.streamed_members
-        return [members[number].unit_name for number in engine.order.used_members()]
+        return [members[number].unit_name for number in engine.window.order.used_members()]
 
     def _adopt_plan(self, plan: WindowPlan | None, places_anyway: bool = False) -> None:
         """Adopt a plan's window and policies; place weights again if the window changes, or if it `places_anyway`."""
@@ -134,7 +134,7 @@ class PlacementPolicy:
         is_new = known is not dtype and member.name not in autocasts.mixed
         if is_new and (member.is_streamed or engine.arrangement.unused_in_step):
             members = engine.arrangement.streamed_members
-            seen = [members[number].name for number in engine.order.used_members()]
+            seen = [members[number].name for number in engine.window.order.used_members()]
             if member.name in seen:
                 autocasts.mix(member.name)
             elif self._may_place_now():

@@ -55,7 +55,6 @@ class BackwardPass:
         self,
         events: BackwardEvents,
         at_work: EngineAtWork,
-        device: torch.device,
         window: Window,
         stream: GradientStream,
     ) -> None:
@@ -67,7 +66,6 @@ class BackwardPass:
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
         self._events = events
         self._at_work = at_work
-        self._device = device
         # The units that backward computes with now, for a call and for calls around it.
         self.in_use: list[Unit] = []
         self._reached: list[Unit] = []  # the units that backward has reached
@@ -84,7 +82,7 @@ class BackwardPass:
             with at_work:
                 # It is checked again: the host's part of a graph and the device's run in threads of their own.
                 if not self.running:
-                    if self._device.type == "cpu":  # otherwise this is a thread of autograd's
+                    if self._window.backend.device.type == "cpu":  # otherwise this is a thread of autograd's
                         at_work.refuse_others()
                     at_work.continuing_thread = get_ident()
                     self._task = graph_task()

@@ -37,10 +37,10 @@ class GradientStream:
             value tells whether users see how a gradient is added up.
     """
 
-    def __init__(self, window: Window, routes: Routes, waiting: WaitingGradients) -> None:
+    def __init__(self, window: Window, waiting: WaitingGradients) -> None:
         self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
-        self.routes = routes
+        self.routes = Routes(window, waiting)
         # Averages gradients over processes; None if there is only one.
         self.averages: Averages | None = None
         self._window = window
