@@ -50,6 +50,7 @@ class Story:
         at_work: The scope of the engine's own work.
         graphs: The graphs that wait for their backward.
         activations: Decides about saved tensors.
+        placement: Decides when weights get other places.
         backward: The backward pass under way.
     """
 
@@ -58,9 +59,8 @@ class Story:
         self.at_work = engine.at_work
         self.graphs = engine.graphs
         self.activations = engine.activations
-        self._optimizers = engine.optimizers
+        self.placement = placement
         self._engine = engine
-        self._placement = placement
 
     def follow_arrangement(self) -> None:
         """Work from now on with the parts that belong to the engine's arrangement of the module."""
@@ -82,7 +82,7 @@ class Story:
         if not continues_last_step:
             with self.at_work:
                 self._stream.drop_used(on_host_too=False)
-        self._placement.before_step(opener, continues_last_step)
+        self.placement.before_step(opener, continues_last_step)
         if not continues_last_step:
             self._trace.mark_step()
             self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
@@ -100,7 +100,7 @@ class Story:
             return
         with self.at_work:
             self._window.write_back_all()
-            self._placement.end_step()
+            self.placement.end_step()
         self.graphs.begin_graph()  # the old graph may still wait for its backward
 
     def guard_masters(self) -> None:
@@ -139,11 +139,6 @@ class Story:
             self.relax_guard()
 
     # ---------------------------------------------------------------------------------------------------------- a call
-
-    def follow_autocast(self, member: Member, dtype: torch.dtype | None) -> None:
-        """Follow a call under another autocast than the member's weights were placed for."""
-        if dtype is not member.autocast:
-            self._placement.adapt_to_autocast(member, dtype)
 
     def finish_steps(self, member: Member) -> None:
         """Wait for optimizer steps of what a call needs: later, such a step would look like a write by the forward."""
@@ -222,11 +217,18 @@ class Story:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return
             member.running_calls -= 1
-            self._leave_units(self.running.pop())
+            for unit in self.running.pop().needed:
+                unit.users -= 1
+                if unit.presence.fingerprint is not None and not unit.users:
+                    self._window.find_unseen_writes(unit)
             is_backward = in_backward()
             if not self.running and not is_backward:
                 self._trace.end_computing()
-            self._follow_requires_grad(member)
+            for entry in member.entries:  # the forward may have frozen or thawed a leaf
+                twin, master = entry.weight.twin, entry.weight.master
+                if twin.parameter.requires_grad != master.requires_grad:
+                    master.requires_grad_(twin.parameter.requires_grad)
+                    self.backward.follow_requires_grad(twin)
             for unit in member.needed:
                 if unit.readers.has_aliases:  # aliases of masters show the forward's writes
                     self._window.write_back(unit.weights)
@@ -235,21 +237,6 @@ class Story:
             if member.is_streamed and not self.activations.are_kept:
                 self.activations.leave()
             self._window.prefetch([*member.needed, *self.backward.in_use] if is_backward else ())
-
-    def _leave_units(self, call: RunningCall) -> None:
-        """Note that a call is no longer inside of its units, and look for writes to those that are watched."""
-        for unit in call.needed:
-            unit.users -= 1
-            if unit.presence.fingerprint is not None and not unit.users:
-                self._window.find_unseen_writes(unit)
-
-    def _follow_requires_grad(self, member: Member) -> None:
-        """Freeze or thaw masters as the forward has frozen or thawed the leaves that stand for them."""
-        for entry in member.entries:
-            twin, master = entry.weight.twin, entry.weight.master
-            if twin.parameter.requires_grad != master.requires_grad:
-                master.requires_grad_(twin.parameter.requires_grad)
-                self.backward.follow_requires_grad(twin)
 
     # ------------------------------------------------------------------------------------------------------- backward
 
@@ -316,7 +303,7 @@ class Story:
             # Otherwise other processes would wait for this one's part of the pass.
             self._stream.averages.abandon_pass()
         # Steps end before the memory that they read is given to others.
-        self._optimizers.abandon()
+        self._engine.optimizers.abandon()
 
     def add_up_with_others(self) -> None:
         """Add gradients up with those of other processes, if the model is trained by several."""
