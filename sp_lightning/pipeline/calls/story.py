@@ -170,7 +170,7 @@ class Story:
             member.running_calls += 1
             for outer in self.running:
                 member.called_in.update(outer.needed)
-            call = RunningCall(member, member.needed, self.graphs.calls, self._arrangement.twins)
+            call = RunningCall(member, self.graphs.calls, self._arrangement.twins)
             self.running.append(call)
             member.put_in_twins(self.backward.follow_requires_grad)
             if len(self.running) == 1 and not is_backward:
@@ -204,7 +204,7 @@ class Story:
         nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
             graphs.current.is_built = True
-            call_to_come = CallToCome(call.member, graphs.current, call.needed, self.activations.open_bundle)
+            call_to_come = CallToCome(call, graphs.current, self.activations.open_bundle)
             action = partial(_before_backward, ref(self), call_to_come)
             before_backward(nodes, action, call.number, graphs.calls)
         return output
