@@ -94,7 +94,8 @@ class Guard:
 
     def refuse_if_stepped(self, weight: Weight) -> None:
         """Raise if a weight is read after it was stepped in the backward pass that is under way."""
-        if self._stream.is_used_up(weight) and not optimizer_steps.depth:
+        gradient = self._stream.gradient_of.get(weight)
+        if gradient is not None and gradient.of_segment.is_consumed and not optimizer_steps.depth:
             raise RuntimeError(
                 f"Weight {weight.name!r} is used in backward after the optimizer has updated it there. Weights are "
                 "updated in backward as soon as their gradients are complete. Train with `overlap_optimizer=False`."

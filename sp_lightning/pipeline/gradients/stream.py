@@ -53,11 +53,6 @@ class GradientStream:
         gradients = [gradient for of_segment in by_segment for gradient in of_segment.gradients]
         self.gradient_of = {gradient.weight: gradient for gradient in gradients}
 
-    def is_used_up(self, weight: Weight) -> bool:
-        """Tell whether an optimizer has stepped a weight in backward, and its `step()` is yet to be called."""
-        gradient = self.gradient_of.get(weight)
-        return gradient is not None and gradient.of_segment.is_consumed
-
     # ------------------------------------------------------------------------------------------ while backward runs
 
     def collect(self, weight: Weight, tensor: Tensor, is_last: bool) -> None:
@@ -245,7 +240,9 @@ class GradientStream:
         self.show_all()
         for of_segment in self._by_segment:
             of_segment.beside.forget()
-        self.routes.drop_buffers()
+            of_segment.norms_on_device = None
+        self.routes.staging.drop_buffers()
+        self.routes.landing.free_memory()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:
