@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
@@ -98,7 +97,6 @@ class Pipeline:
             backend = make_backend(self.device, threads, processes_sharing_cores, self.options.debug)
         self.backend = backend
         self.backend.pins = self.backend.pins and self.options.pin_memory
-        _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
         engine = Engine(
             module,
@@ -312,13 +310,3 @@ class Pipeline:
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
         return self._parts.device_budget
-
-
-def _check_share(options: PipelineOptions, backend: Backend) -> None:
-    if isinstance(options.memory_budget, float) and backend.memory() is None:
-        warnings.warn(
-            f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
-            f"{backend.device} does not "
-            "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
-            stacklevel=2,
-        )

@@ -143,6 +143,13 @@ class Arrangement:
         total = None if device is None else device.total
         # The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
+        if options.memory_budget is not None and self.budget is None:
+            warnings.warn(
+                f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
+                f"{backend.device} does not tell how much it has, so there is no budget. Give bytes, or text such as "
+                "'2GiB'.",
+                stacklevel=2,
+            )
         self.divided = set(learned.divided)
         division = find_units(
             module,
@@ -237,11 +244,10 @@ class Arrangement:
 
     def lay_out(self) -> None:
         """Give each unit its host memory, its place on the device, and its weights' twins there."""
-        # Units come in the order of names: processes that share the memory may expect them in other orders.
-        by_name = sorted(self.all_units, key=attrgetter("name"))
         nbytes = sum(weight.nbytes for weight in self.weights)
         work = self._memory.progress.begin("Moving weights to their CPU memory", nbytes)
-        for unit in by_name:
+        # Units come in the order of names: processes that share the memory may expect them in other orders.
+        for unit in sorted(self.all_units, key=attrgetter("name")):
             for weight in unit.weights_on_device:
                 weight.leave_host()
             unit.set_segments(self._memory.gather(unit.weights, unit.segments))
