@@ -59,13 +59,13 @@ class Learned:
             self.outdated = True
         self._trained |= trained
 
-    def draw_conclusions(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
+    def draw_conclusions(self, units: Sequence[Unit], called: list[str]) -> bool:
         """Draw conclusions between steps, and tell whether weights need other places.
 
         `called` are the names of units that the first step called, in the order of their first calls.
         """
         if self.order is None and called:
-            self.order = list(dict.fromkeys(called))
+            self.order = called
             # Consecutive units must not share a place, or the later one cannot be fetched ahead.
             self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
         self._explain_outside(units)
@@ -93,7 +93,7 @@ class Learned:
         """Whether there are findings from which no conclusions were drawn yet."""
         return self.outdated or self.casts.has_news
 
-    def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], processes: Processes) -> None:
+    def agree(self, module: nn.Module, units: Sequence[Unit], called: list[str], processes: Processes) -> None:
         """Share the findings of all processes: the memory of weights is arranged alike in all of them.
 
         All expect the first process's order of units: each may have called other units in its first step.
@@ -102,7 +102,7 @@ class Learned:
         masters = {name: id(parameter) for name, parameter in module.named_parameters()}
         casts = self.casts.lowered, self.casts.used_as_is
         own_casts = [[name for name, master in masters.items() if master in known] for known in casts]
-        order = list(dict.fromkeys(called)) if self.order is None else self.order
+        order = called if self.order is None else self.order
         own_findings = own_casts, self.used_outside, self.divided, self.has_news, self.autocasts, order
         everyones = processes.gather(own_findings)
         self.order = everyones[0][-1]
