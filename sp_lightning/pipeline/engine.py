@@ -188,8 +188,13 @@ class Engine:
         """Place weights by the plan and by findings, in the dtypes that autocast uses; no graph may wait meanwhile."""
         arrangement = self.arrangement
         self.is_arranged = False
-        self._show_used_gradients()
-        # Otherwise all of them would become users' `.grad` here.
+        plan = self.plan or self.first_plan
+        if plan is not None:
+            with self.at_work:
+                for weight, gradient in self.stream.gradient_of.items():
+                    if weight.unit.name in plan.on_device:  # `zero_grad` clears it there
+                        gradient.show()
+        # Otherwise all others would become users' `.grad` here, too.
         self.stream.drop_used()
         self._leave_places()
         arrangement.leave_places()
@@ -212,17 +217,6 @@ class Engine:
         guard_masters(self.guard, arrangement.weights, self._lowering)
         self.is_arranged = True
         self.stats.arrangements += 1
-
-    def _show_used_gradients(self) -> None:
-        """Make gradients of units that come to the device the masters' `.grad`, which `zero_grad` clears there."""
-        plan = self.plan or self.first_plan
-        coming = () if plan is None else plan.on_device
-        if not coming:
-            return
-        with self.at_work:
-            for weight, gradient in self.stream.gradient_of.items():
-                if weight.unit.name in coming:
-                    gradient.show()
 
     def settle(self) -> None:
         """Wait until all gradients have landed, and nothing reads or writes masters."""

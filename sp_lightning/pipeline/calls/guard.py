@@ -52,19 +52,18 @@ class Guard:
         # Whether a step or a backward pass is under way: operations on masters get the weights on the device then.
         self.in_step = False
         self.window = steps.window
-        self.twins_by_memory = arrangement.twins  # all twins, by the identity of their memory
         self._stream = steps.stream
         self.device = device
         self._at_work = at_work
         self._graphs = graphs
         self._backward = backward
-        self._arrangement = arrangement
+        self.arrangement = arrangement
         self._steps = steps
         self._processes = processes
         # The weights that were used outside of their modules in this step.
         self._served: list[Weight] = []
 
-    def before_access(self, weight: Weight, writes: bool = False) -> None:
+    def before_access(self, weight: Weight, writes: bool) -> None:
         """Finish work that uses a master, because code outside of the engine reads it, or writes to it."""
         window, unit = self.window, weight.unit
         if self._at_work.is_forked:
@@ -144,10 +143,10 @@ class Guard:
         self.refuse_if_stepped(weight)
         with self._at_work:
             self.window.finish_optimizer(weight.unit)
-            self._arrangement.unused_in_step = False
+            self.arrangement.unused_in_step = False
             self._graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
-                self._arrangement.learned.casts.note_as_is(weight)
+                self.arrangement.learned.casts.note_as_is(weight)
                 self.make_resident(weight)
             self._backward.follow_requires_grad(weight.twin)
             unit = weight.twin.unit
@@ -157,7 +156,7 @@ class Guard:
             unit = weight.twin.unit
             unit.presence.suspect |= not self.in_step
             self.window.bring(unit)
-            training = self._arrangement.module.training
+            training = self.arrangement.module.training
             if weight.uses_to_watch[training] and unit.presence.fingerprint is None:
                 weight.uses_to_watch[training] -= 1
                 unit.presence.watch()
@@ -181,7 +180,7 @@ class Guard:
 
     def _keep_on_device(self, weight: Weight) -> None:
         self.make_resident(weight)
-        self._arrangement.learned.touched_outside.append(weight)
+        self.arrangement.learned.touched_outside.append(weight)
 
     def bring(self, twin: Twin) -> None:
         """Have a twin that is not in the module tree collect gradients, and bring its unit."""
@@ -198,5 +197,5 @@ class Guard:
             )
         self.window.finish_optimizer(weight.unit)  # the weight is sent at once
         self.window.write_back([weight])
-        self._arrangement.make_resident(weight)
-        self._arrangement.learned.outdated = True
+        self.arrangement.make_resident(weight)
+        self.arrangement.learned.outdated = True
