@@ -23,7 +23,6 @@ from sp_lightning.pipeline.operations import autocast_dtype
 from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.optimizer.staying import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
@@ -108,8 +107,7 @@ class Pipeline:
             progress or Progress(),
         )
         self._parts = engine
-        self._placement = PlacementPolicy(engine)
-        self._story = Story(engine, self._placement)
+        self._story = Story(engine)
         self._calls = Calls(self._story, self.device, leaves_steps_open)
         self.stats = engine.stats
         self.optimizers = engine.optimizers
@@ -179,7 +177,7 @@ class Pipeline:
         All of them call it before each training step, and wherever user code may have written to weights.
         """
         self._check_attached()
-        self._placement.meet(places)
+        self._story.placement.meet(places)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights in CPU memory were written to: those on the GPU are sent again."""

@@ -54,12 +54,12 @@ class Story:
         backward: The backward pass under way.
     """
 
-    def __init__(self, engine: Engine, placement: PlacementPolicy) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.running: list[RunningCall] = []
         self.at_work = engine.at_work
         self.graphs = engine.graphs
         self.activations = engine.activations
-        self.placement = placement
+        self.placement = PlacementPolicy(engine)
         self._engine = engine
 
     def follow_arrangement(self) -> None:
