@@ -131,14 +131,14 @@ class Calls:
         if is_outermost or self._story.graphs.scopes == 0 or optimizer_steps.depth > 0:
             with self.alone(), self._step_of_call():
                 return member.module(*args, **kwargs)  # the module may be a member of another unit by now
-        if member.unit is None:
-            return self._call_around_units(member, partial(forward, *args, **kwargs))
-        autocast = autocast_dtype(self._device.type)
-        if autocast is not member.autocast:
-            self._story.placement.adapt_to_autocast(member, autocast)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
         compute = partial(forward, *args, **kwargs)
+        if member.unit is None:
+            return self._call_around_units(member, compute)
+        autocast = autocast_dtype(self._device.type)
+        if autocast is not member.autocast:
+            self._story.placement.adapt_to_autocast(member, autocast)
         activations = self._story.activations
         if activations.are_kept or not activations.manages(member):
             return self._run(member, compute, autocast)

@@ -37,7 +37,7 @@ from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.torch_private import in_backward
-from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 from sp_lightning.pipeline.window.order import Pass
 
@@ -258,7 +258,10 @@ class Story:
             if unit.resident:
                 member.put_in_twins(backward.follow_requires_grad)
                 return
-            self._put_in_leaves(unit, call)
+            for other in unit.members:  # those that need no other weights than these get leaves
+                has_weights = all(needed in call.needed or needed.presence.is_valid for needed in other.needed)
+                if has_weights and not unit.update.is_early:
+                    other.put_in_twins(backward.follow_requires_grad)
             # The backward of calls around this one is not over either.
             backward.in_use = [*call.needed, *member.called_in]
             window.prefetch(backward.in_use)
@@ -275,14 +278,6 @@ class Story:
                 "A backward pass with create_graph=True will need the weights once more. Surround "
                 "forward and backward with `with pipeline.step():`."
             )
-
-    def _put_in_leaves(self, unit: Unit, call: CallToCome) -> None:
-        """Put leaves in place of masters in those members of a unit that need no other weights than these."""
-        if unit.update.is_early:
-            return
-        for member in unit.members:
-            if all(needed in call.needed or needed.presence.is_valid for needed in member.needed):
-                member.put_in_twins(self.backward.follow_requires_grad)
 
     def end_backward(self, some_came: bool) -> None:
         """Follow the end of a backward pass, which may have brought gradients."""
