@@ -168,8 +168,7 @@ class BackwardPass:
     @torch.no_grad()
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
-        self._leave_units()
-        self._graphs.clear()  # they are not done: code that still holds one may run backward again
+        self._leave_units()  # graphs are not done: code that still holds one may run backward again
         self._events.abandon_backward(self.running)
         self._stream.abandon()
         self.running = False
@@ -177,10 +176,9 @@ class BackwardPass:
 
     def _end(self) -> None:
         with self._at_work:
-            self._leave_units()
             for graph in self._graphs:
                 graph.done = True
-            self._graphs.clear()
+            self._leave_units()
             some_came = self._stream.end_backward()
             self.running = False
             self._at_work.continuing_thread = None
@@ -190,6 +188,7 @@ class BackwardPass:
         for unit in self._reached:
             unit.leave(is_over=True)
         self._reached.clear()
+        self._graphs.clear()
         self.in_use = []
 
 
