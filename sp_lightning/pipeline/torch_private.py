@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -33,15 +34,14 @@ from sp_lightning.optim import optimizers as ours
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def top_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Return the saved-tensor hooks that autograd would call now.
+top_saved_tensor_hooks: Callable[[], SavedTensorHooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""Return the saved-tensor hooks that autograd would call now.
 
-    Autograd calls only the innermost pair. Ours must pass tensors that are not weights on to the pair below, or a
-    user's `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
-    """
-    hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
-
+Autograd calls only the innermost pair. Ours must pass tensors that are not weights on to the pair below, or a user's
+`checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
+"""
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the backward pass whose node this thread runs; -1 outside. A reentrant pass has its own."""

@@ -292,8 +292,8 @@ class Arrangement:
     def is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
         for member in self.members:
-            entries = [entry for entry in member.entries if entry.key in entry.parameters]
-            if Tensor in [type(entry.parameters[entry.key]) for entry in entries]:
+            entries = member.entries
+            if Tensor in [type(entry.parameters[entry.key]) for entry in entries if entry.key in entry.parameters]:
                 return True
         return False
 
