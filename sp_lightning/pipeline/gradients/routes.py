@@ -147,9 +147,7 @@ class Routes:
         for gradient, tensor_before in tensors_before.items():
             landed, total = gradient.tensor, totals[gradient]
             assert landed is not None
-            norm = None
-            if norm_dtype is not None:
-                norm = torch.empty((), dtype=torch.float32, device="cpu")
+            norm = None if norm_dtype is None else torch.empty((), dtype=torch.float32, device="cpu")
             gradient.set_tensor(total, norm)
             sums.append(_Sum(total, tensor_before, landed, norm))
         moved_bytes = 2 * sum(weight_sum.total.nbytes for weight_sum in sums)
