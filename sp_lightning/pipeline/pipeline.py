@@ -95,13 +95,13 @@ class Pipeline:
             threads = self.options.host_threads
             backend = make_backend(self.device, threads, processes_sharing_cores, self.options.debug)
         self.backend = backend
-        self.backend.pins = self.backend.pins and self.options.pin_memory
-        keep_out_of_graphs(self.backend)
+        backend.pins = backend.pins and self.options.pin_memory
+        keep_out_of_graphs(backend)
         engine = Engine(
             module,
             self.device,
             self.options,
-            self.backend,
+            backend,
             planner or Planner(),
             processes,
             progress or Progress(),

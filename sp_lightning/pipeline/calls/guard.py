@@ -166,7 +166,8 @@ class Guard:
             return weight.twin.parameter
 
     def end_step(self) -> None:
-        """End the use of leaves outside of their modules: they stand for their masters now."""
+        """Serve no more weights, and end the use of leaves outside of their modules: they stand for masters now."""
+        self.in_step = False
         become(Life.DEPARTED, [weight.twin for weight in self._served if not weight.leaf_count])
         self._served.clear()
 

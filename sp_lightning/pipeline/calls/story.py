@@ -112,7 +112,6 @@ class Story:
     def relax_guard(self) -> None:
         """Relax the guard, once neither a step nor a backward pass is under way."""
         if not (self.graphs.scopes or self.backward.running):
-            self._guard.in_step = False
             self._guard.end_step()
 
     def abandon(self) -> None:
