@@ -3,10 +3,10 @@
     Pipeline                          what users hold: attach, detach, steps
     |-- Calls                         scopes of steps, and each call of a module (calls/gates.py)
     |   `-- Story                     the parts' work at each event of a step
+    |       |-- PlacementPolicy       decides when weights get other places
     |       |-- RunningCall           a call under way
     |       |-- Graphs                graphs that wait for their backward
     |       `-- BackwardPass          the backward under way
-    |-- PlacementPolicy               decides when weights get other places
     `-- Engine                        the parts, and how weights are placed
         |-- Arrangement               units of a module tree, and where their weights lie
         |   |-- Unit -- Presence      weights that stream as a whole, and their part on the device

@@ -21,7 +21,6 @@ from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.calls.masters import guard_masters, release_masters
-from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients
@@ -39,7 +38,6 @@ from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
-from sp_lightning.pipeline.window.order import Order
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
 
@@ -121,12 +119,11 @@ class Engine:
         arrangement = Arrangement(self.module, self.options, self.learned, self.memory, self.backend)
         self.arrangement = arrangement
         members = arrangement.streamed_members
-        self.order = Order(len(members))
         units = [member.unit for member in members if member.unit is not None]
-        self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
-        self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
+        self.window = Window(arrangement.in_window, units, self.backend, self.stats)
+        self.stream = GradientStream(self.window, self.waiting)
         self.steps = UnitSteps(self.window, self.stream, self.visits)
-        self.backward = BackwardPass(self._story, self.at_work, self.device, self.window, self.stream)
+        self.backward = BackwardPass(self._story, self.at_work, self.window, self.stream)
         self.guard = Guard(
             self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes
         )
@@ -191,8 +188,13 @@ class Engine:
         """Place weights by the plan and by findings, in the dtypes that autocast uses; no graph may wait meanwhile."""
         arrangement = self.arrangement
         self.is_arranged = False
-        self._show_used_gradients()
-        # Otherwise all of them would become users' `.grad` here.
+        plan = self.plan or self.first_plan
+        if plan is not None:
+            with self.at_work:
+                for weight, gradient in self.stream.gradient_of.items():
+                    if weight.unit.name in plan.on_device:  # `zero_grad` clears it there
+                        gradient.show()
+        # Otherwise all others would become users' `.grad` here, too.
         self.stream.drop_used()
         self._leave_places()
         arrangement.leave_places()
@@ -215,17 +217,6 @@ class Engine:
         guard_masters(self.guard, arrangement.weights, self._lowering)
         self.is_arranged = True
         self.stats.arrangements += 1
-
-    def _show_used_gradients(self) -> None:
-        """Make gradients of units that come to the device the masters' `.grad`, which `zero_grad` clears there."""
-        plan = self.plan or self.first_plan
-        coming = () if plan is None else plan.on_device
-        if not coming:
-            return
-        with self.at_work:
-            for weight, gradient in self.stream.gradient_of.items():
-                if weight.unit.name in coming:
-                    gradient.show()
 
     def settle(self) -> None:
         """Wait until all gradients have landed, and nothing reads or writes masters."""

@@ -75,7 +75,9 @@ _CONTAINERS = (list, tuple, dict)
 @lru_cache(maxsize=1024)
 def meaning_of(func: Operation) -> Meaning:
     """Return the object or fact of a weight that an operation asks for."""
-    name = _name_of(func)
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):  # of an attribute, whose name counts
+        name = func.__self__.__name__  # type: ignore[attr-defined]
     if name in _MEANINGS:
         return _MEANINGS[name]
     if name.startswith("is_"):
@@ -83,14 +85,6 @@ def meaning_of(func: Operation) -> Meaning:
     is_operator = name.startswith("__")
     in_place = name.startswith("__i") or name == "__setitem__" if is_operator else name.endswith("_")
     return Meaning.IN_PLACE if in_place else Meaning.VALUES
-
-
-def _name_of(func: Operation) -> str:
-    """Return the name of an operation, or of the attribute that it reads, sets or deletes."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        name = func.__self__.__name__  # type: ignore[attr-defined]
-    return name
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
@@ -24,7 +23,6 @@ from sp_lightning.pipeline.operations import autocast_dtype
 from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.optimizer.staying import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
@@ -97,21 +95,19 @@ class Pipeline:
             threads = self.options.host_threads
             backend = make_backend(self.device, threads, processes_sharing_cores, self.options.debug)
         self.backend = backend
-        self.backend.pins = self.backend.pins and self.options.pin_memory
-        _check_share(self.options, self.backend)
-        keep_out_of_graphs(self.backend)
+        backend.pins = backend.pins and self.options.pin_memory
+        keep_out_of_graphs(backend)
         engine = Engine(
             module,
             self.device,
             self.options,
-            self.backend,
+            backend,
             planner or Planner(),
             processes,
             progress or Progress(),
         )
         self._parts = engine
-        self._placement = PlacementPolicy(engine)
-        self._story = Story(engine, self._placement)
+        self._story = Story(engine)
         self._calls = Calls(self._story, self.device, leaves_steps_open)
         self.stats = engine.stats
         self.optimizers = engine.optimizers
@@ -181,7 +177,7 @@ class Pipeline:
         All of them call it before each training step, and wherever user code may have written to weights.
         """
         self._check_attached()
-        self._placement.meet(places)
+        self._story.placement.meet(places)
 
     def weights_changed(self) -> None:
         """Tell the engine that weights in CPU memory were written to: those on the GPU are sent again."""
@@ -312,13 +308,3 @@ class Pipeline:
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
         return self._parts.device_budget
-
-
-def _check_share(options: PipelineOptions, backend: Backend) -> None:
-    if isinstance(options.memory_budget, float) and backend.memory() is None:
-        warnings.warn(
-            f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
-            f"{backend.device} does not "
-            "tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
-            stacklevel=2,
-        )

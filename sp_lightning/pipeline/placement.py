@@ -11,7 +11,6 @@ import torch
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.processes.box import written_by_follower
-from sp_lightning.pipeline.torch_private import without_torch_function
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.window.places import WindowPlan
 
@@ -34,7 +33,7 @@ class PlacementPolicy:
         if engine.is_another_tree(opener):
             engine.rearrange()
         if torch.is_grad_enabled():
-            with without_torch_function():
+            with engine.at_work:
                 engine.learned.note_trained(engine.arrangement.every_weight)
         if engine.learned.has_news and engine.processes:
             return  # processes that share weights place them when they meet
@@ -62,8 +61,7 @@ class PlacementPolicy:
                 engine.steps.settle()
             processes.look_at_copies()
             edited = {*engine.window.pop_edited_segments(), *processes.written_copies}
-            with without_torch_function():
-                learned.note_trained(engine.arrangement.every_weight)
+            learned.note_trained(engine.arrangement.every_weight)
             engine.least_budget = None
             has_news = learned.has_news or (learned.order is None and bool(self._called_units()))
             may_differ = processes.copies_may_differ
@@ -107,10 +105,10 @@ class PlacementPolicy:
             engine.activations.measure_anew(engine.device_budget is not None)
 
     def _called_units(self) -> list[str]:
-        """Return the names of units that the last step has called, in the order of their calls."""
+        """Return the names of units that the last step has called, in the order of their first calls."""
         engine = self._engine
         members = engine.arrangement.streamed_members
-        return [members[number].unit_name for number in engine.order.used_members()]
+        return list(dict.fromkeys(members[number].unit_name for number in engine.window.order.used_members()))
 
     def _adopt_plan(self, plan: WindowPlan | None, places_anyway: bool = False) -> None:
         """Adopt a plan's window and policies; place weights again if the window changes, or if it `places_anyway`."""
@@ -134,7 +132,7 @@ class PlacementPolicy:
         is_new = known is not dtype and member.name not in autocasts.mixed
         if is_new and (member.is_streamed or engine.arrangement.unused_in_step):
             members = engine.arrangement.streamed_members
-            seen = [members[number].name for number in engine.order.used_members()]
+            seen = [members[number].name for number in engine.window.order.used_members()]
             if member.name in seen:
                 autocasts.mix(member.name)
             elif self._may_place_now():

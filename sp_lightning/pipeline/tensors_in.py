@@ -36,8 +36,8 @@ NUMBERS_AND_TEXTS = frozenset(
 """Types of values that refer to nothing, and do not change."""
 _PLAIN = NUMBERS_AND_TEXTS | {type, CodeType, ModuleType}
 _NUMPYS_AND_TORCHS = (
-    numpy.generic, numpy.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme,
-    torch.finfo, torch.iinfo, torch.Generator, torch.Stream, torch.Event,
+    numpy.generic, numpy.dtype, torch.layout, torch.memory_format, torch.qscheme, torch.finfo, torch.iinfo,
+    torch.Generator, torch.Stream, torch.Event,
 )  # fmt: skip
 # These refer to capsules and to objects of C++, and to no tensors.
 _NOT_OF_INTEREST = (

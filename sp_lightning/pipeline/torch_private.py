@@ -15,7 +15,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from importlib.util import find_spec
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,15 +34,14 @@ from sp_lightning.optim import optimizers as ours
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def top_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Return the saved-tensor hooks that autograd would call now.
+top_saved_tensor_hooks: Callable[[], SavedTensorHooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""Return the saved-tensor hooks that autograd would call now.
 
-    Autograd calls only the innermost pair. Ours must pass tensors that are not weights on to the pair below, or a
-    user's `checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
-    """
-    hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
-
+Autograd calls only the innermost pair. Ours must pass tensors that are not weights on to the pair below, or a user's
+`checkpoint(use_reentrant=False)` is silently disabled; the public API can push a pair but not look at it.
+"""
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the backward pass whose node this thread runs; -1 outside. A reentrant pass has its own."""
@@ -285,22 +285,18 @@ def use_expandable_segments(unused: torch.cuda.Stream) -> None:
         return
     if torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]:
         return
-    _configure_allocator("expandable_segments:True")
+    configure: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # torch 2.9
+        configure = torch.cuda.memory._set_allocator_settings
+    configure("expandable_segments:True")
     try:
         with torch.cuda.stream(unused):
             torch.empty(1, device=unused.device)
     except RuntimeError:
-        _configure_allocator("expandable_segments:False")
+        configure("expandable_segments:False")
 
 
-def _configure_allocator(settings: str) -> None:
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # not in torch 2.9
-        torch._C._accelerator_setAllocatorSettings(settings)
-    else:
-        torch.cuda.memory._set_allocator_settings(settings)
-
-
-def hide_from_dynamo(modules: Iterable[str]) -> None:
+def hide_from_dynamo(modules: Iterable[ModuleType]) -> None:
     """Make `torch.compile` skip the code in these modules, but compile what that code calls.
 
     In a model that is compiled as a whole, a gate must break the graph and run uncompiled, while the unit's forward
@@ -309,9 +305,8 @@ def hide_from_dynamo(modules: Iterable[str]) -> None:
     """
     from torch._dynamo import trace_rules  # takes a second: only once there is something to attach to
 
-    for spec in map(find_spec, modules):
-        if spec is not None and spec.origin is not None:
-            trace_rules.SKIP_DIRS.append(spec.origin.removesuffix("__init__.py"))
+    for module in modules:
+        trace_rules.SKIP_DIRS.append(str(module.__file__).removesuffix("__init__.py"))
     trace_rules._recompile_re()  # once: `trace_rules.add` takes 10 ms for each module
 
 

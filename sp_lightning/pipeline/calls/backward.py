@@ -55,7 +55,6 @@ class BackwardPass:
         self,
         events: BackwardEvents,
         at_work: EngineAtWork,
-        device: torch.device,
         window: Window,
         stream: GradientStream,
     ) -> None:
@@ -67,7 +66,6 @@ class BackwardPass:
         self._refusing: dict[Weight, tuple[Node, RemovableHandle]] = {}
         self._events = events
         self._at_work = at_work
-        self._device = device
         # The units that backward computes with now, for a call and for calls around it.
         self.in_use: list[Unit] = []
         self._reached: list[Unit] = []  # the units that backward has reached
@@ -84,7 +82,7 @@ class BackwardPass:
             with at_work:
                 # It is checked again: the host's part of a graph and the device's run in threads of their own.
                 if not self.running:
-                    if self._device.type == "cpu":  # otherwise this is a thread of autograd's
+                    if self._window.backend.device.type == "cpu":  # otherwise this is a thread of autograd's
                         at_work.refuse_others()
                     at_work.continuing_thread = get_ident()
                     self._task = graph_task()
@@ -170,8 +168,7 @@ class BackwardPass:
     @torch.no_grad()
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
-        self._leave_units()
-        self._graphs.clear()  # they are not done: code that still holds one may run backward again
+        self._leave_units()  # graphs are not done: code that still holds one may run backward again
         self._events.abandon_backward(self.running)
         self._stream.abandon()
         self.running = False
@@ -179,10 +176,9 @@ class BackwardPass:
 
     def _end(self) -> None:
         with self._at_work:
-            self._leave_units()
             for graph in self._graphs:
                 graph.done = True
-            self._graphs.clear()
+            self._leave_units()
             some_came = self._stream.end_backward()
             self.running = False
             self._at_work.continuing_thread = None
@@ -192,6 +188,7 @@ class BackwardPass:
         for unit in self._reached:
             unit.leave(is_over=True)
         self._reached.clear()
+        self._graphs.clear()
         self.in_use = []
 
 

@@ -35,7 +35,7 @@ class Calls:
         leaves_steps_open: Whether a call's step goes on after it (see gates.py).
     """
 
-    def __init__(self, story: Story, device: torch.device, leaves_steps_open: bool = False) -> None:
+    def __init__(self, story: Story, device: torch.device, leaves_steps_open: bool) -> None:
         self._story = story
         self._device = device
         self._leaves_steps_open = leaves_steps_open
@@ -122,26 +122,23 @@ class Calls:
         finally:
             at_work.computing_thread = None
 
-    def _needs_step(self) -> bool:
-        """Tell whether a call is the outermost one, and so needs a step."""
-        is_outermost = self._story.at_work.computing_thread != get_ident() and not in_backward()
-        return is_outermost or self._story.graphs.scopes == 0 or optimizer_steps.depth > 0
-
     # --------------------------------------------------------------------------------------------------------- a call
 
     def call(self, member: Member, forward: Operation, args: Args, kwargs: Kwargs) -> Any:
         """Run the call of a member's module with its weights on the device (see gates.py)."""
         self._check_call(member)
-        if self._needs_step():
+        is_outermost = self._story.at_work.computing_thread != get_ident() and not in_backward()
+        if is_outermost or self._story.graphs.scopes == 0 or optimizer_steps.depth > 0:
             with self.alone(), self._step_of_call():
                 return member.module(*args, **kwargs)  # the module may be a member of another unit by now
-        if member.unit is None:
-            return self._call_around_units(member, partial(forward, *args, **kwargs))
-        autocast = autocast_dtype(self._device.type)
-        self._story.follow_autocast(member, autocast)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
         compute = partial(forward, *args, **kwargs)
+        if member.unit is None:
+            return self._call_around_units(member, compute)
+        autocast = autocast_dtype(self._device.type)
+        if autocast is not member.autocast:
+            self._story.placement.adapt_to_autocast(member, autocast)
         activations = self._story.activations
         if activations.are_kept or not activations.manages(member):
             return self._run(member, compute, autocast)

@@ -85,8 +85,7 @@ def remove_gate(member: Member) -> None:
     """Undo `install_gate`. Idempotent."""
     module = member.module
     _gates.pop(id(module), None)
-    if type(module) is not module.__class__:  # it is a gate
-        _change_class(module, module.__class__)
+    _change_class(module, module.__class__)
 
 
 def _gate_class(plain: type[nn.Module]) -> type[nn.Module]:
@@ -195,7 +194,9 @@ def _prepare_to_be_compiled() -> None:
     # These modules are in graphs of units and of hooks. Hiding a package would hide all modules in it.
     visible = (autocast.__name__, leaf.__name__, overrides.__name__, leaf.__package__)
     hide_from_dynamo(
-        name for name in list(sys.modules) if name.startswith("sp_lightning.pipeline.") and name not in visible
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("sp_lightning.pipeline.") and name not in visible
     )
     call_before_compiling(_drain_backends)
 

@@ -52,19 +52,18 @@ class Guard:
         # Whether a step or a backward pass is under way: operations on masters get the weights on the device then.
         self.in_step = False
         self.window = steps.window
-        self.twins_by_memory = arrangement.twins  # all twins, by the identity of their memory
         self._stream = steps.stream
         self.device = device
         self._at_work = at_work
         self._graphs = graphs
         self._backward = backward
-        self._arrangement = arrangement
+        self.arrangement = arrangement
         self._steps = steps
         self._processes = processes
         # The weights that were used outside of their modules in this step.
         self._served: list[Weight] = []
 
-    def before_access(self, weight: Weight, writes: bool = False) -> None:
+    def before_access(self, weight: Weight, writes: bool) -> None:
         """Finish work that uses a master, because code outside of the engine reads it, or writes to it."""
         window, unit = self.window, weight.unit
         if self._at_work.is_forked:
@@ -94,7 +93,8 @@ class Guard:
 
     def refuse_if_stepped(self, weight: Weight) -> None:
         """Raise if a weight is read after it was stepped in the backward pass that is under way."""
-        if self._stream.is_used_up(weight) and not optimizer_steps.depth:
+        gradient = self._stream.gradient_of.get(weight)
+        if gradient is not None and gradient.of_segment.is_consumed and not optimizer_steps.depth:
             raise RuntimeError(
                 f"Weight {weight.name!r} is used in backward after the optimizer has updated it there. Weights are "
                 "updated in backward as soon as their gradients are complete. Train with `overlap_optimizer=False`."
@@ -143,10 +143,10 @@ class Guard:
         self.refuse_if_stepped(weight)
         with self._at_work:
             self.window.finish_optimizer(weight.unit)
-            self._arrangement.unused_in_step = False
+            self.arrangement.unused_in_step = False
             self._graphs.has_served |= torch.is_grad_enabled() and weight.master.requires_grad and not in_backward()
             if weight.lowered:
-                self._arrangement.learned.casts.note_as_is(weight)
+                self.arrangement.learned.casts.note_as_is(weight)
                 self.make_resident(weight)
             self._backward.follow_requires_grad(weight.twin)
             unit = weight.twin.unit
@@ -156,7 +156,7 @@ class Guard:
             unit = weight.twin.unit
             unit.presence.suspect |= not self.in_step
             self.window.bring(unit)
-            training = self._arrangement.module.training
+            training = self.arrangement.module.training
             if weight.uses_to_watch[training] and unit.presence.fingerprint is None:
                 weight.uses_to_watch[training] -= 1
                 unit.presence.watch()
@@ -166,7 +166,8 @@ class Guard:
             return weight.twin.parameter
 
     def end_step(self) -> None:
-        """End the use of leaves outside of their modules: they stand for their masters now."""
+        """Serve no more weights, and end the use of leaves outside of their modules: they stand for masters now."""
+        self.in_step = False
         become(Life.DEPARTED, [weight.twin for weight in self._served if not weight.leaf_count])
         self._served.clear()
 
@@ -180,7 +181,7 @@ class Guard:
 
     def _keep_on_device(self, weight: Weight) -> None:
         self.make_resident(weight)
-        self._arrangement.learned.touched_outside.append(weight)
+        self.arrangement.learned.touched_outside.append(weight)
 
     def bring(self, twin: Twin) -> None:
         """Have a twin that is not in the module tree collect gradients, and bring its unit."""
@@ -197,5 +198,5 @@ class Guard:
             )
         self.window.finish_optimizer(weight.unit)  # the weight is sent at once
         self.window.write_back([weight])
-        self._arrangement.make_resident(weight)
-        self._arrangement.learned.outdated = True
+        self.arrangement.make_resident(weight)
+        self.arrangement.learned.outdated = True

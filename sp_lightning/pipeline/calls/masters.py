@@ -73,7 +73,7 @@ def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -
     with without_torch_function():
         key = 0 if parameter is None else storage_key(parameter)
     for guard in _guards:
-        twin = guard.twins_by_memory.get(key)
+        twin = guard.arrangement.twins.get(key)
         if twin is not None:
             raise RuntimeError(
                 f"A forward gives {type(module).__name__} a Parameter {name!r} over the memory of weight "

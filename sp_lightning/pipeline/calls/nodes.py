@@ -19,7 +19,7 @@ autograd function returns has a base from before its graph, or from inside of it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import reduce
 from itertools import chain, islice
 from typing import Any
@@ -34,7 +34,7 @@ from sp_lightning.pipeline.graphs import Graph
 from sp_lightning.pipeline.operations import replace_instances, run_hooks
 from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import alias_count, storage_key, tensor_hooks, without_torch_function
-from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 GRADIENT: Any = Tensor.grad  # the leaf's own gradient; its class would answer with the master's
@@ -110,15 +110,9 @@ class RunningCall:
         nodes: The nodes of custom Functions that were applied in it.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        needed: Sequence[Unit],
-        number: int,
-        places: dict[int, Twin],
-    ) -> None:
+    def __init__(self, member: Member, number: int, places: dict[int, Twin]) -> None:
         self.member = member
-        self.needed = needed
+        self.needed = member.needed
         self.number = number
         self.nodes: list[Node] = []
         self._twins_by_memory = places
@@ -175,20 +169,14 @@ class CallToCome:
         bundle: The activations that it has offloaded; None if none have to return.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        graph: Graph,
-        needed: Sequence[Unit],
-        bundle: Bundle | None,
-    ) -> None:
-        self.member = weakref.ref(member)
+    def __init__(self, call: RunningCall, graph: Graph, bundle: Bundle | None) -> None:
+        self.member = weakref.ref(call.member)
         self.graph = graph
-        self.needed = needed
+        self.needed = call.needed
         self.bundle = bundle
-        self._unit = member.unit
-        if member.unit is not None:
-            member.unit.readers.calls_to_come += 1
+        self._unit = call.member.unit
+        if self._unit is not None:
+            self._unit.readers.calls_to_come += 1
 
     def end(self) -> None:
         """Note that backward has reached the call; each of its nodes may tell that."""

@@ -37,7 +37,7 @@ from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.torch_private import in_backward
-from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
 from sp_lightning.pipeline.window.order import Pass
 
@@ -50,17 +50,17 @@ class Story:
         at_work: The scope of the engine's own work.
         graphs: The graphs that wait for their backward.
         activations: Decides about saved tensors.
+        placement: Decides when weights get other places.
         backward: The backward pass under way.
     """
 
-    def __init__(self, engine: Engine, placement: PlacementPolicy) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.running: list[RunningCall] = []
         self.at_work = engine.at_work
         self.graphs = engine.graphs
         self.activations = engine.activations
-        self._optimizers = engine.optimizers
+        self.placement = PlacementPolicy(engine)
         self._engine = engine
-        self._placement = placement
 
     def follow_arrangement(self) -> None:
         """Work from now on with the parts that belong to the engine's arrangement of the module."""
@@ -82,7 +82,7 @@ class Story:
         if not continues_last_step:
             with self.at_work:
                 self._stream.drop_used(on_host_too=False)
-        self._placement.before_step(opener, continues_last_step)
+        self.placement.before_step(opener, continues_last_step)
         if not continues_last_step:
             self._trace.mark_step()
             self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
@@ -100,7 +100,7 @@ class Story:
             return
         with self.at_work:
             self._window.write_back_all()
-            self._placement.end_step()
+            self.placement.end_step()
         self.graphs.begin_graph()  # the old graph may still wait for its backward
 
     def guard_masters(self) -> None:
@@ -112,7 +112,6 @@ class Story:
     def relax_guard(self) -> None:
         """Relax the guard, once neither a step nor a backward pass is under way."""
         if not (self.graphs.scopes or self.backward.running):
-            self._guard.in_step = False
             self._guard.end_step()
 
     def abandon(self) -> None:
@@ -139,11 +138,6 @@ class Story:
             self.relax_guard()
 
     # ---------------------------------------------------------------------------------------------------------- a call
-
-    def follow_autocast(self, member: Member, dtype: torch.dtype | None) -> None:
-        """Follow a call under another autocast than the member's weights were placed for."""
-        if dtype is not member.autocast:
-            self._placement.adapt_to_autocast(member, dtype)
 
     def finish_steps(self, member: Member) -> None:
         """Wait for optimizer steps of what a call needs: later, such a step would look like a write by the forward."""
@@ -175,7 +169,7 @@ class Story:
             member.running_calls += 1
             for outer in self.running:
                 member.called_in.update(outer.needed)
-            call = RunningCall(member, member.needed, self.graphs.calls, self._arrangement.twins)
+            call = RunningCall(member, self.graphs.calls, self._arrangement.twins)
             self.running.append(call)
             member.put_in_twins(self.backward.follow_requires_grad)
             if len(self.running) == 1 and not is_backward:
@@ -209,7 +203,7 @@ class Story:
         nodes = call.nodes + nodes_of([tensor for tensor in tensors if tensor.requires_grad])
         if nodes:
             graphs.current.is_built = True
-            call_to_come = CallToCome(call.member, graphs.current, call.needed, self.activations.open_bundle)
+            call_to_come = CallToCome(call, graphs.current, self.activations.open_bundle)
             action = partial(_before_backward, ref(self), call_to_come)
             before_backward(nodes, action, call.number, graphs.calls)
         return output
@@ -222,11 +216,18 @@ class Story:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return
             member.running_calls -= 1
-            self._leave_units(self.running.pop())
+            for unit in self.running.pop().needed:
+                unit.users -= 1
+                if unit.presence.fingerprint is not None and not unit.users:
+                    self._window.find_unseen_writes(unit)
             is_backward = in_backward()
             if not self.running and not is_backward:
                 self._trace.end_computing()
-            self._follow_requires_grad(member)
+            for entry in member.entries:  # the forward may have frozen or thawed a leaf
+                twin, master = entry.weight.twin, entry.weight.master
+                if twin.parameter.requires_grad != master.requires_grad:
+                    master.requires_grad_(twin.parameter.requires_grad)
+                    self.backward.follow_requires_grad(twin)
             for unit in member.needed:
                 if unit.readers.has_aliases:  # aliases of masters show the forward's writes
                     self._window.write_back(unit.weights)
@@ -235,21 +236,6 @@ class Story:
             if member.is_streamed and not self.activations.are_kept:
                 self.activations.leave()
             self._window.prefetch([*member.needed, *self.backward.in_use] if is_backward else ())
-
-    def _leave_units(self, call: RunningCall) -> None:
-        """Note that a call is no longer inside of its units, and look for writes to those that are watched."""
-        for unit in call.needed:
-            unit.users -= 1
-            if unit.presence.fingerprint is not None and not unit.users:
-                self._window.find_unseen_writes(unit)
-
-    def _follow_requires_grad(self, member: Member) -> None:
-        """Freeze or thaw masters as the forward has frozen or thawed the leaves that stand for them."""
-        for entry in member.entries:
-            twin, master = entry.weight.twin, entry.weight.master
-            if twin.parameter.requires_grad != master.requires_grad:
-                master.requires_grad_(twin.parameter.requires_grad)
-                self.backward.follow_requires_grad(twin)
 
     # ------------------------------------------------------------------------------------------------------- backward
 
@@ -271,7 +257,10 @@ class Story:
             if unit.resident:
                 member.put_in_twins(backward.follow_requires_grad)
                 return
-            self._put_in_leaves(unit, call)
+            for other in unit.members:  # those that need no other weights than these get leaves
+                has_weights = all(needed in call.needed or needed.presence.is_valid for needed in other.needed)
+                if has_weights and not unit.update.is_early:
+                    other.put_in_twins(backward.follow_requires_grad)
             # The backward of calls around this one is not over either.
             backward.in_use = [*call.needed, *member.called_in]
             window.prefetch(backward.in_use)
@@ -288,14 +277,6 @@ class Story:
                 "A backward pass with create_graph=True will need the weights once more. Surround "
                 "forward and backward with `with pipeline.step():`."
             )
-
-    def _put_in_leaves(self, unit: Unit, call: CallToCome) -> None:
-        """Put leaves in place of masters in those members of a unit that need no other weights than these."""
-        if unit.update.is_early:
-            return
-        for member in unit.members:
-            if all(needed in call.needed or needed.presence.is_valid for needed in member.needed):
-                member.put_in_twins(self.backward.follow_requires_grad)
 
     def end_backward(self, some_came: bool) -> None:
         """Follow the end of a backward pass, which may have brought gradients."""
@@ -316,7 +297,7 @@ class Story:
             # Otherwise other processes would wait for this one's part of the pass.
             self._stream.averages.abandon_pass()
         # Steps end before the memory that they read is given to others.
-        self._optimizers.abandon()
+        self._engine.optimizers.abandon()
 
     def add_up_with_others(self) -> None:
         """Add gradients up with those of other processes, if the model is trained by several."""

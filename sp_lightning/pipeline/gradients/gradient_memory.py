@@ -59,8 +59,7 @@ class StagingBuffers:
             return
         nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
         if nbytes:
-            for _ in range(self.buffer_count):
-                self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
+            self._buffers = [GradientMemory(self._backend.allocate(nbytes)) for _ in range(self.buffer_count)]
 
     def release(self) -> None:
         """Drop buffers that have grown; computing waits for the copies out of them."""

@@ -21,7 +21,6 @@ import enum
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -112,16 +111,8 @@ class Routes:
         self.measures_norms = False  # whether each gradient brings its norm
         self.staging = StagingBuffers(window.units, window.backend)
         self.landing = LandingBuffers(window.backend, waiting)
-        # The device memory for norms of gradients that stay there.
-        self._norms: WeakKeyDictionary[SegmentGradients, GradientMemory] = WeakKeyDictionary()
         self._backend = window.backend
         self._stats = window.stats
-
-    def drop_buffers(self) -> None:
-        """Let go of all buffers, when no copy is under way."""
-        self._norms.clear()
-        self.staging.drop_buffers()
-        self.landing.free_memory()
 
     def send(self, of_segment: SegmentGradients, route: Route, more_comes: bool) -> None:
         """Send the gathered gradients by a route; `more_comes` tells whether others are expected, to be added."""
@@ -156,9 +147,7 @@ class Routes:
         for gradient, tensor_before in tensors_before.items():
             landed, total = gradient.tensor, totals[gradient]
             assert landed is not None
-            norm = None
-            if norm_dtype is not None:
-                norm = torch.empty((), dtype=torch.float32, device="cpu")
+            norm = None if norm_dtype is None else torch.empty((), dtype=torch.float32, device="cpu")
             gradient.set_tensor(total, norm)
             sums.append(_Sum(total, tensor_before, landed, norm))
         moved_bytes = 2 * sum(weight_sum.total.nbytes for weight_sum in sums)
@@ -206,9 +195,9 @@ class Routes:
             return
         nbytes = len(of_segment.gradients) * torch.float32.itemsize
         # Not a staging buffer: computing would wait for gradients of other units that are on their way.
-        on_device = self._norms.get(of_segment)
-        if on_device is None:
-            on_device = self._norms[of_segment] = GradientMemory(self._backend.allocate(nbytes))
+        if of_segment.norms_on_device is None:
+            of_segment.norms_on_device = GradientMemory(self._backend.allocate(nbytes))
+        on_device = of_segment.norms_on_device
         measured = on_device.bytes.view(torch.float32)[: len(stored)]
         torch.stack(torch._foreach_norm(list(stored.values()), 2, norm_dtype), out=measured)
         memory = of_segment.segment.memory.get_companion("norms", nbytes, pin=True).bytes

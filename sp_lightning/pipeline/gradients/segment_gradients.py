@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer, MemoryBesideMasters
+from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer, MemoryBesideMasters
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
@@ -154,6 +154,7 @@ class SegmentGradients:
         sum_layout: The layout of sums in memory, in the masters' dtypes.
         beside: The host memory for gradients, next to the masters.
         landing: The landing buffer with the gradients, until the optimizer has read them; None if there is none.
+        norms_on_device: The device memory for norms of gradients that stay there; None if none were measured.
     """
 
     def __init__(self, unit: Unit, segment: Segment) -> None:
@@ -175,6 +176,7 @@ class SegmentGradients:
         self.ticket: Ticket | None = None
         self.beside = MemoryBesideMasters(segment.memory)
         self.landing: LandingBuffer | None = None
+        self.norms_on_device: GradientMemory | None = None
 
     # ------------------------------------------------------------------------------------------- what the engine has
 
@@ -290,7 +292,7 @@ class SegmentGradients:
     def forget(self) -> None:
         """Forget the gradients, in whichever state they are."""
         for gradient in self.gradients:
-            gradient.tensor = gradient.norm = None
+            gradient.drop()
         self.gathered = {}
         self.ticket = self.landing = None
 

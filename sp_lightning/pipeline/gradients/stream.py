@@ -37,10 +37,10 @@ class GradientStream:
             value tells whether users see how a gradient is added up.
     """
 
-    def __init__(self, window: Window, routes: Routes, waiting: WaitingGradients) -> None:
+    def __init__(self, window: Window, waiting: WaitingGradients) -> None:
         self.early_step: StepInBackward | None = None
         self.pending: dict[Gradient, bool] = {}
-        self.routes = routes
+        self.routes = Routes(window, waiting)
         # Averages gradients over processes; None if there is only one.
         self.averages: Averages | None = None
         self._window = window
@@ -52,11 +52,6 @@ class GradientStream:
         self._by_segment = by_segment
         gradients = [gradient for of_segment in by_segment for gradient in of_segment.gradients]
         self.gradient_of = {gradient.weight: gradient for gradient in gradients}
-
-    def is_used_up(self, weight: Weight) -> bool:
-        """Tell whether an optimizer has stepped a weight in backward, and its `step()` is yet to be called."""
-        gradient = self.gradient_of.get(weight)
-        return gradient is not None and gradient.of_segment.is_consumed
 
     # ------------------------------------------------------------------------------------------ while backward runs
 
@@ -245,7 +240,9 @@ class GradientStream:
         self.show_all()
         for of_segment in self._by_segment:
             of_segment.beside.forget()
-        self.routes.drop_buffers()
+            of_segment.norms_on_device = None
+        self.routes.staging.drop_buffers()
+        self.routes.landing.free_memory()
 
 
 def refusal(weight: Weight, tensor: Tensor) -> RuntimeError:

@@ -60,7 +60,7 @@ class WaitingGradients:
     @property
     def may_happen(self) -> bool:
         """Whether any gradients may wait: by the plan, or because the host may lack room."""
-        return self.is_limited if self.planned is None else bool(self.planned)
+        return self.is_left_to_backward or bool(self.planned)
 
     @property
     def is_left_to_backward(self) -> bool:

@@ -59,13 +59,13 @@ class Learned:
             self.outdated = True
         self._trained |= trained
 
-    def draw_conclusions(self, units: Sequence[Unit], called: Sequence[str]) -> bool:
+    def draw_conclusions(self, units: Sequence[Unit], called: list[str]) -> bool:
         """Draw conclusions between steps, and tell whether weights need other places.
 
         `called` are the names of units that the first step called, in the order of their first calls.
         """
         if self.order is None and called:
-            self.order = list(dict.fromkeys(called))
+            self.order = called
             # Consecutive units must not share a place, or the later one cannot be fetched ahead.
             self.outdated |= self.order != [unit.name for unit in units if unit.name in called]
         self._explain_outside(units)
@@ -95,7 +95,7 @@ class Learned:
         """Whether there are findings from which no conclusions were drawn yet."""
         return self.outdated or self.casts.has_news
 
-    def agree(self, module: nn.Module, units: Sequence[Unit], called: Sequence[str], processes: Processes) -> None:
+    def agree(self, module: nn.Module, units: Sequence[Unit], called: list[str], processes: Processes) -> None:
         """Share the findings of all processes: the memory of weights is arranged alike in all of them.
 
         All expect the first process's order of units: each may have called other units in its first step.
@@ -104,7 +104,7 @@ class Learned:
         masters = {name: id(parameter) for name, parameter in module.named_parameters()}
         casts = self.casts.lowered, self.casts.used_as_is
         own_casts = [[name for name, master in masters.items() if master in known] for known in casts]
-        order = list(dict.fromkeys(called)) if self.order is None else self.order
+        order = called if self.order is None else self.order
         own_findings = own_casts, self.used_outside, self.divided, self.has_news, self.autocasts, order
         everyones = processes.gather(own_findings)
         self.order = everyones[0][-1]
@@ -145,6 +145,13 @@ class Arrangement:
         total = None if device is None else device.total
         # The user's `memory_budget` in bytes; None if there is none, or if it is a fraction of an unknown size.
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
+        if options.memory_budget is not None and self.budget is None:
+            warnings.warn(
+                f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
+                f"{backend.device} does not tell how much it has, so there is no budget. Give bytes, or text such as "
+                "'2GiB'.",
+                stacklevel=2,
+            )
         self.divided = set(learned.divided)
         division = find_units(
             module,
@@ -239,11 +246,10 @@ class Arrangement:
 
     def lay_out(self) -> None:
         """Give each unit its host memory, its place on the device, and its weights' twins there."""
-        # Units come in the order of names: processes that share the memory may expect them in other orders.
-        by_name = sorted(self.all_units, key=attrgetter("name"))
         nbytes = sum(weight.nbytes for weight in self.weights)
         work = self._memory.progress.begin("Moving weights to their CPU memory", nbytes)
-        for unit in by_name:
+        # Units come in the order of names: processes that share the memory may expect them in other orders.
+        for unit in sorted(self.all_units, key=attrgetter("name")):
             for weight in unit.weights_on_device:
                 weight.leave_host()
             unit.segments = self._memory.gather(unit.weights, unit.segments)
@@ -288,8 +294,8 @@ class Arrangement:
     def is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
         for member in self.members:
-            entries = [entry for entry in member.entries if entry.key in entry.parameters]
-            if Tensor in [type(entry.parameters[entry.key]) for entry in entries]:
+            entries = member.entries
+            if Tensor in [type(entry.parameters[entry.key]) for entry in entries if entry.key in entry.parameters]:
                 return True
         return False
 

@@ -33,7 +33,6 @@ class Order:
         # The expected uses where there is no record, in the order of the modules.
         self._training = [*range(members), *range(2 * members - 1, members - 1, -1)]
         self._inference = list(range(2 * members, 3 * members))
-        self._longest = _RECORDED_PER_MEMBER * members
         self._records: dict[int, list[int]] = {}  # the uses of past steps, by their first use
         self._followed: list[int] = []  # the record that the step under way repeats
         # The index of the latest use in that record; None if it is not there.
@@ -60,7 +59,7 @@ class Order:
             self._recording = []
             self._followed = self._records.get(use, [])
             self._position = None
-        if len(self._recording) < self._longest:
+        if len(self._recording) < _RECORDED_PER_MEMBER * self._members:
             self._recording.append(use)
         record, position = self._followed, self._position
         try:

@@ -39,13 +39,12 @@ class Window(MasterAccess):
         self,
         units: Sequence[Unit],
         unit_of_member: Sequence[Unit],
-        order: Order,
         backend: Backend,
         stats: Stats,
     ) -> None:
         super().__init__(units, backend, stats)
         self._unit_of_use = [*unit_of_member] * len(Pass)
-        self.order = order
+        self.order = Order(len(unit_of_member))
         # Whether no copy was issued, and no step begun, since all of them were waited for.
         self.settled = True
         # Outdated units that share their place with no other: they are fetched as soon as possible.
