@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,14 @@ from suite.sets import SETS, WORKLOADS
 from suite.weights import build_network
 from suite.worker import Job, measure
 
+from .processes import run_python
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
 STEPS, WARM_UP = 3, 1
 WHOLE = ["toy-lm", "toy-batch"]  # measured as the command does it; the others in this process
 OF_OTHER_PRECISION = ["toy-lm-mixed", "toy-lm-noclip"]  # with the networks of others
 OURS = ["device", "superpipeline"]  # the other systems have tests of their own, see test_benchmark_systems.py
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-
-def call(*arguments: object, code: int = 0) -> str:
-    command, nothing = [sys.executable, *map(str, arguments)], subprocess.DEVNULL
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, stdin=nothing)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +37,8 @@ def toy(tmp_path_factory) -> dict[str, Any]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not output.exists():
             which = ["--workloads", *WHOLE, "--systems", *OURS]
-            call(BENCHMARKS / "bench.py", "run", *which, *small, f"--output={folder / 'coming.json'}")
+            command = [BENCHMARKS / "bench.py", "run", *which, *small, f"--output={folder / 'coming.json'}"]
+            run_python(*command, OMP_NUM_THREADS="1")
             (folder / "coming.json").rename(output)
     return json.loads(output.read_text(encoding="utf-8"))
 
