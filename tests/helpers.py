@@ -383,6 +383,29 @@ def attached(model: nn.Module, planner: Planner | None = None, **options: Any) -
         yield pipe
 
 
+def train_story(
+    run: Run,
+    loss_of: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x).float().square().mean(),
+    autocast: bool = False,
+    cast_cache: bool = True,
+    evaluates: bool = False,
+) -> None:
+    """Four steps whose backwards have a scope of their own, and an evaluation; nobody looks at gradients."""
+    optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=cast_cache):
+            if evaluates and number == 2:
+                run.evaluate("evaluation")
+            with run.step():
+                loss = loss_of(run.model, run.rows(number))
+        with run.step():
+            loss.backward()
+        run.note(f"loss {number}", loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        note_state(run.trace, f"step {number}", run.model, [optimizer])
+
+
 CAPTURES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "jit.trace": lambda module, x: torch.jit.trace(module, x, check_trace=False),
     "fx": lambda module, x: torch.fx.symbolic_trace(module),
