@@ -164,10 +164,8 @@ def sizes() -> Counter[str]:
         numbers = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
         code_lines += len(numbers)
         wide_lines += sum(len(lines[number - 1]) > 100 for number in numbers)
-        found["# type: ignore"] += sum("# type: ignore" in line for line in lines)
         found["imports that lead back"] += len(leads_back(path))
     found["code lines of more than 100 columns, per mille"] = round(1000 * wide_lines / code_lines)
-    found["lines of tests"] = sum(path.read_text(encoding="utf-8").count("\n") for path in modules(ROOT / "tests"))
     return found
 
 

@@ -104,17 +104,6 @@ def test_a_sparse_gradient_of_the_users() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("ends", [nullcontext(), pytest.raises(ZeroDivisionError)], ids=["normally", "by an error"])
-def test_a_block_gives_the_plain_module_back(ends: Any) -> None:
-    model = layers()
-    with ends as error, Pipeline(model, "cpu") as pipeline:
-        assert pipeline.module is model
-        assert type(model) is not nn.Sequential
-        if error is not None:
-            raise ZeroDivisionError
-    assert type(model) is nn.Sequential
-
-
 def test_detach_twice_and_in_the_middle_of_a_step() -> None:
     model = layers()
     with attached(model) as pipeline:
