@@ -2,8 +2,6 @@
 
 A *trace* is an ordered dict from a readable label (``step 2 / grad / blocks.0.up.weight``) to what was seen there.
 The reference trace comes from a plain PyTorch loop, or from Lightning's single-device strategy.
-
-Besides: blocks that fail when they are told to, and a count of the bytes that are alive.
 """
 
 from __future__ import annotations

@@ -240,13 +240,7 @@ def assert_same_training(
     """Bit-equality with Lightning's single-device strategy: while the module looks at gradients, and while nobody does.
 
     Then units may be stepped in backward; and with a budget, as on any GPU, the first steps are measured. No copy is
-    late, and nothing is checked meanwhile.
-
-    Args:
-        make: Builds the module.
-        drive: What is done with it.
-        arguments: Builds the Trainer's arguments, as callbacks have state.
-        strategy: Arguments of the strategy.
+    late, and nothing is checked meanwhile. Each run has arguments of its own, as callbacks have state.
     """
     expected = run(plain(), make, drive, arguments)
     actual = run(streamed(**strategy), make, drive, arguments)

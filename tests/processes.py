@@ -31,12 +31,7 @@ _PATIENCE = timedelta(seconds=4 * PATIENCE)  # of one process with the others: a
 
 
 def in_processes(checks: Sequence[Check], count: int = 2) -> None:
-    """Run checks, one after the other, in each of several new processes; fail with what went wrong in any of them.
-
-    Args:
-        checks: Functions of a module, which are the same in all processes.
-        count: How many processes.
-    """
+    """Run functions of a module, one after the other, in each of several new processes; fail with what went wrong."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -321,11 +321,7 @@ def train(
 
 
 class Mapped:
-    """Counts the host memory of buffers.
-
-    Attributes:
-        most: The most bytes so far.
-    """
+    """Counts the host memory of buffers, and the most so far."""
 
     def __init__(self) -> None:
         self.most = 0
