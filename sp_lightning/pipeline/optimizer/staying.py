@@ -1,4 +1,4 @@
-"""What stays on the device, and its moves there and back.
+"""Tensors and modules that stay on the device, and their moves there and back.
 
 *Tensors that do not stream.* Buffers stay, because BatchNorm saves and changes these very tensors. So do tensors that a
 user's own `to` or `_apply` moves: the anchors of a detector, the states of a metric, a teacher in a list. And so do

@@ -8,8 +8,8 @@ A step reads and writes host memory as few times as possible:
 
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
 
-For torch's fused AdamW, Adam and SGD this is one pass of a compiled kernel (`sp_lightning.optim`). Otherwise the code
-of the user's optimizer makes a pass for each operation. All bits are as after `optimizer.step()`.
+For our own optimizers, and torch's fused AdamW and Adam, this is one pass of a compiled kernel (`sp_lightning.optim`).
+For others the code of the user's optimizer makes a pass for each operation. All bits are as after `optimizer.step()`.
 """
 
 from __future__ import annotations
