@@ -165,12 +165,12 @@ class Adversaries(Base):
         return torch.optim.AdamW(ours, lr=1e-2), torch.optim.SGD(self.critic.parameters(), lr=1e-2)
 
 
-def loader(count: int = 4, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
+def loader(count: int = 4, batch_size: int = 4) -> DataLoader:
     """The same random batches for everyone."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(count * batch_size, WIDTH, generator=generator)
     y = torch.randint(0, 2, (count * batch_size,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
 def plain(**arguments: Any) -> Strategy:
