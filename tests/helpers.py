@@ -2,8 +2,6 @@
 
 A *trace* is an ordered dict from a readable label (``step 2 / grad / blocks.0.up.weight``) to what was seen there.
 The reference trace comes from a plain PyTorch loop, or from Lightning's single-device strategy.
-
-Besides: blocks that fail when they are told to, and a count of the bytes that are alive.
 """
 
 from __future__ import annotations
@@ -381,6 +379,29 @@ def attached(model: nn.Module, planner: Planner | None = None, **options: Any) -
     defaults = {"k": 2, "k_prime": 1, "units": is_block, "debug": True}
     with Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}), planner=planner) as pipe:
         yield pipe
+
+
+def train_story(
+    run: Run,
+    loss_of: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x).float().square().mean(),
+    autocast: bool = False,
+    cast_cache: bool = True,
+    evaluates: bool = False,
+) -> None:
+    """Four steps whose backwards have a scope of their own, and an evaluation; nobody looks at gradients."""
+    optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=cast_cache):
+            if evaluates and number == 2:
+                run.evaluate("evaluation")
+            with run.step():
+                loss = loss_of(run.model, run.rows(number))
+        with run.step():
+            loss.backward()
+        run.note(f"loss {number}", loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        note_state(run.trace, f"step {number}", run.model, [optimizer])
 
 
 CAPTURES: dict[str, Callable[[nn.Module, Tensor], Any]] = {

@@ -165,12 +165,12 @@ class Adversaries(Base):
         return torch.optim.AdamW(ours, lr=1e-2), torch.optim.SGD(self.critic.parameters(), lr=1e-2)
 
 
-def loader(count: int = 4, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
+def loader(count: int = 4, batch_size: int = 4) -> DataLoader:
     """The same random batches for everyone."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(count * batch_size, WIDTH, generator=generator)
     y = torch.randint(0, 2, (count * batch_size,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
 def plain(**arguments: Any) -> Strategy:
@@ -240,13 +240,7 @@ def assert_same_training(
     """Bit-equality with Lightning's single-device strategy: while the module looks at gradients, and while nobody does.
 
     Then units may be stepped in backward; and with a budget, as on any GPU, the first steps are measured. No copy is
-    late, and nothing is checked meanwhile.
-
-    Args:
-        make: Builds the module.
-        drive: What is done with it.
-        arguments: Builds the Trainer's arguments, as callbacks have state.
-        strategy: Arguments of the strategy.
+    late, and nothing is checked meanwhile. Each run has arguments of its own, as callbacks have state.
     """
     expected = run(plain(), make, drive, arguments)
     actual = run(streamed(**strategy), make, drive, arguments)

@@ -31,12 +31,7 @@ _PATIENCE = timedelta(seconds=4 * PATIENCE)  # of one process with the others: a
 
 
 def in_processes(checks: Sequence[Check], count: int = 2) -> None:
-    """Run checks, one after the other, in each of several new processes; fail with what went wrong in any of them.
-
-    Args:
-        checks: Functions of a module, which are the same in all processes.
-        count: How many processes.
-    """
+    """Run functions of a module, one after the other, in each of several new processes; fail with what went wrong."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -94,6 +89,15 @@ def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, her
     # Without `destroy_process_group`, which the interpreter's own end would do, too: torch joins gloo's threads there
     # while it holds the GIL, which they may need to free what they sent last, and both wait forever.
     os._exit(0)
+
+
+def run_python(*arguments: object, cwd: Path | None = None, **variables: str) -> tuple[str, str]:
+    """Run a new Python without a GPU, which must not fail; return what it printed, and its errors."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    command, streams = [sys.executable, *map(str, arguments)], {"capture_output": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(command, cwd=cwd, env=environment, text=True, **streams)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
 
 
 SERVER = """

@@ -28,10 +28,6 @@ AUTOCAST_FORGETS_GRADIENTS = autocast_forgets_gradients()
 Tree = tuple[Any, ...]  # the name of a node and its arguments, trees among them
 
 
-ADAPTED: dict[str, Callable[[nn.Linear], nn.Linear]] = {"adapter": lambda layer: layer, "int8": Int8Linear}
-"""Frozen layers, some of them quantized, that have adapters beside them."""
-
-
 class Adapted(LoRALinear):
     """Uses its weights themselves: of views of them (`self.b.T`), autocast's cache has no casts, so sums differ."""
 
@@ -39,35 +35,33 @@ class Adapted(LoRALinear):
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
 
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "block": Block,
+    "dropout": partial(Block, dropout=0.3),
+    "linear": lambda: nn.Sequential(linear(), nn.Tanh()),
+    "batchnorm": partial(nn.BatchNorm1d, WIDTH),
+    "stash": partial(Stashing, inplace=True),
+    "scale": nn.Identity,
+    "lstm": partial(nn.LSTM, WIDTH, WIDTH),
+    **dict.fromkeys(("view", "norm"), linear),
+    **dict.fromkeys(("counts", "chance", "average"), nn.Identity),
+    "hook": linear,
+    "adapter": lambda: Adapted(linear()),
+    "int8": lambda: Adapted(Int8Linear(linear())),
+}
+"""What a leaf of each kind has; frozen layers, one of them quantized, have adapters beside them."""
+
+
 class Leaf(nn.Module):
     """A layer of some kind: views as outputs, buffers, weights on ``ctx``, adapters, state that changes."""
 
-    KINDS = (
-        "block", "dropout", "linear", "batchnorm", "stash", "scale", "lstm", "view", "norm", "counts", "chance",
-        "average", "hook", *ADAPTED,
-    )  # fmt: skip
-
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
-        if kind == "block":
-            self.inner: nn.Module = Block()
-        elif kind == "dropout":
-            self.inner = Block(dropout=0.3)
-        elif kind == "linear":
-            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        elif kind == "batchnorm":
-            self.inner = nn.BatchNorm1d(WIDTH)
-        elif kind == "stash":
-            self.inner = Stashing(inplace=True)
-        elif kind == "lstm":
-            self.inner = nn.LSTM(WIDTH, WIDTH)
-        elif kind in ("view", "norm", "hook"):
-            self.inner = nn.Linear(WIDTH, WIDTH)
-        elif kind in ADAPTED:
-            self.inner = Adapted(ADAPTED[kind](nn.Linear(WIDTH, WIDTH)))
-        else:
-            self.inner = nn.Identity()
+        self.kind, self.inner = kind, INNER[kind]()
         self.scale = nn.Parameter(torch.randn(WIDTH)) if kind in ("scale", "counts", "chance") else None
         # held past the module, and written to in its call
         self.average = nn.Parameter(torch.zeros(WIDTH), requires_grad=False) if kind == "average" else None
@@ -214,7 +208,7 @@ def build(tree: Tree, pool: list[nn.Module], shape: str | None = None) -> nn.Mod
 
 def trees() -> st.SearchStrategy[Tree]:
     leaves = st.one_of(
-        st.tuples(st.just("leaf"), st.sampled_from(Leaf.KINDS)), st.tuples(st.just("again"), st.integers(0, 5))
+        st.tuples(st.just("leaf"), st.sampled_from(list(INNER))), st.tuples(st.just("again"), st.integers(0, 5))
     )
     return st.recursive(
         leaves,

@@ -5,32 +5,27 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import bench
 import pytest
 import torch
+from suite.runner import Processes
 from suite.sets import SETS, WORKLOADS
 from suite.weights import build_network
 from suite.worker import Job, measure
+from suite.worker import run as run_job
+from suite.workloads import Window
+
+from .processes import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
 STEPS, WARM_UP = 3, 1
 WHOLE = ["toy-lm", "toy-batch"]  # measured as the command does it; the others in this process
 OF_OTHER_PRECISION = ["toy-lm-mixed", "toy-lm-noclip"]  # with the networks of others
-OURS = ["device", "superpipeline"]  # the other systems have tests of their own, see test_benchmark_systems.py
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-
-def call(*arguments: object, code: int = 0) -> str:
-    command, nothing = [sys.executable, *map(str, arguments)], subprocess.DEVNULL
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, stdin=nothing)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+OURS = ["device", "superpipeline"]  # the other systems have tests of their own
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +40,14 @@ def toy(tmp_path_factory) -> dict[str, Any]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not output.exists():
             which = ["--workloads", *WHOLE, "--systems", *OURS]
-            call(BENCHMARKS / "bench.py", "run", *which, *small, f"--output={folder / 'coming.json'}")
+            run_python(BENCHMARKS / "bench.py", "run", *which, *small, f"--output={folder / 'coming.json'}")
             (folder / "coming.json").rename(output)
     return json.loads(output.read_text(encoding="utf-8"))
+
+
+def job(workload: str, system: str, window: Window | None = None, budget: int | None = None) -> Job:
+    samples = WORKLOADS[workload].samples
+    return Job(workload, system, window, samples, round=0, warm_up=WARM_UP, steps=STEPS, budget=budget)
 
 
 # ----------------------------------------------------------------------------------------------------- the whole bench
@@ -69,9 +69,7 @@ def test_a_run_writes_what_it_measured(toy):
 
 @pytest.mark.parametrize("name", sorted({workload.name for workload in SETS["toy"]} - {*WHOLE, *OF_OTHER_PRECISION}))
 def test_systems_compute_the_same(name):
-    plain, ours = (
-        measure(Job(name, system, None, WORKLOADS[name].samples, 0, WARM_UP, STEPS))["values"] for system in OURS
-    )
+    plain, ours = (measure(job(name, system))["values"] for system in OURS)
     assert ours[: len(plain)] == pytest.approx(plain[: len(ours)], rel=1e-5)  # one of them warms up for longer
 
 
@@ -98,6 +96,29 @@ def test_a_report_needs_nothing_but_the_file(toy, tmp_path, capsys):
     assert (tmp_path / "plots" / "unheard-of-lm-over-memory.svg").exists()
     assert "no GPU" in printed
     assert "not measured" in printed
+
+
+# ------------------------------------------------------------------------------- rivals: plain training's numbers
+
+
+@pytest.mark.parametrize("window", [(1, 1), (2, 1), (3, 2), (4, 3)], ids=str)
+def test_the_paper_has_the_losses_of_plain_training(window: Window):
+    """And its steps load what the window lacks."""
+    paper = measure(job("toy-lm", "paper", window))
+    assert paper["values"] == measure(job("toy-lm", "device"))["values"]
+    facts = paper["facts"]
+    assert (facts["k"], facts["k_prime"]) == window
+    if window[1] == 1:
+        assert facts["loads"] == (WARM_UP + STEPS + 1) * (2 * facts["units"] - window[0])
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch needs a GPU")
+def test_fsdp2_reaches_the_losses_of_plain_training(tmp_path):
+    """In a process of its own, as the bench does: what it leaves there is gone with it."""
+    written, why = Processes(tmp_path, on_gpu=False).run(run_job, job("toy-lm", "fsdp2", budget=500_000), 240)
+    assert written is not None, why
+    assert written["error"] is None
+    assert written["values"] == pytest.approx(measure(job("toy-lm", "device"))["values"], abs=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------- its parts

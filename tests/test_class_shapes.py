@@ -13,19 +13,13 @@ from .helpers import Run, assert_same_story, note_outputs, sgd
 from .zoo import blocks
 
 
-class Model(nn.Module):
+class Model(blocks.Chain):
     """Blocks of a class with a shape, or a root with one."""
 
     block: type[nn.Module] = blocks.Block
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(self.block() for _ in range(4))
 
 
 def of_shape(base: type, block: type, shape: str) -> nn.Module:

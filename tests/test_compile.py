@@ -22,7 +22,7 @@ from sp_lightning import PipelineOptions, SuperpipelineStrategy
 
 from .helpers import Run, assert_same_trace, attached, lightning_run
 from .zoo import CASES
-from .zoo.blocks import WIDTH, Block, Chain, chain
+from .zoo.blocks import WIDTH, Block, Chain, Checkpointed, chain
 
 if TYPE_CHECKING:
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -159,16 +159,6 @@ class Peeking(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + sum(block.up.weight.mean() for block in self.before)
-
-
-class Checkpointed(Chain):
-    """Checkpoints its blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_(torch.is_grad_enabled())
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
 
 
 def peeking() -> Chain:

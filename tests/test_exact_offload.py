@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
 from sp_lightning.pipeline.activations.memory import HostPool
-from sp_lightning.pipeline.options import ActivationPolicy, Policy
+from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 
@@ -52,14 +52,10 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostPool]]
     assert all(pool.nbytes == 0 for pool in pools)
 
 
-def offloading(k: int, activations: ActivationPolicy = "offload") -> PipelineOptions:
-    return PipelineOptions(k=k, k_prime=1, activations=activations, debug=True)
-
-
 @pytest.mark.parametrize(("name", "cast_cache"), [("gpt2-tied", False), ("unet", True), ("lstm", True)])
 def test_zoo_is_exact_under_autocast(name: str, cast_cache: bool) -> None:
     plan = Plan.of(CASES[name], steps=2, autocast=True, cast_cache=cast_cache)
-    assert_exact(CASES[name], offloading(2), plan)
+    assert_exact(CASES[name], PipelineOptions(k=2, k_prime=1, activations="offload", debug=True), plan)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -21,24 +20,13 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 from sp_lightning import SuperpipelineStrategy, cli
 
 from .lightning_modules import trainer
+from .processes import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path for folder in (EXAMPLES, EXAMPLES / "benchmarks", ROOT / "tools") for path in folder.glob("*.py"))
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 SMALL = ["--layers=6", "--hidden=32", "--heads=2", "--length=32", "--batch-size=4", "--accelerator=cpu"]
-
-
-def run(script: str, *arguments: str, code: int = 0) -> str:
-    """Run a script of examples/ and return what it printed."""
-    command, environment = (
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
-    output = done.stdout + done.stderr
-    assert done.returncode == code, output
-    return output
 
 
 Call = Callable[..., str]
@@ -79,7 +67,8 @@ def losses(output: str) -> tuple[float, float]:
 
 
 def test_finetune_lm_learns_and_says_what_it_streamed(call):
-    output = run("finetune_lm.py", *SMALL, "--steps=20", "--k=2", "--k-prime=1", "--optimizer-on=host")
+    arguments = *SMALL, "--steps=20", "--k=2", "--k-prime=1", "--optimizer-on=host"
+    output = "".join(run_python(EXAMPLES / "finetune_lm.py", *arguments))
     first, last = losses(output)
     assert last < 0.9 * first
     loads = int(re.search(r"(\d+) unit loads", output)[1])

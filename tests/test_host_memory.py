@@ -6,7 +6,7 @@ in memory until the collector comes, which it may not do for many steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -70,17 +70,16 @@ class Compares(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("build", "arguments", "options", "most"),
+    ("arguments", "options", "most"),
     [
-        (Blocks, {}, {}, 8 + 1),
-        (Blocks, {"precision": "bf16-mixed"}, {}, 8),  # fp32 gradients first, then copies of weights
-        (Blocks, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {}, 10 + 1),  # sums in fp32, and copies
-        (Blocks, {"precision": "bf16-mixed"}, {"activations": "offload"}, 8),
+        ({}, {}, 8 + 1),
+        ({"precision": "bf16-mixed"}, {}, 8),  # fp32 gradients first, then copies of weights
+        ({"precision": "bf16-mixed", "accumulate_grad_batches": 2}, {}, 10 + 1),  # sums in fp32, and copies
+        ({"precision": "bf16-mixed"}, {"activations": "offload"}, 8),
     ],
     ids=["fp32", "lowered", "accumulation", "offloaded activations"],
 )
 def test_what_a_former_arrangement_has_held_is_free(
-    build: Callable[[], L.LightningModule],
     arguments: dict[str, Any],
     options: dict[str, Any],
     most: float,
@@ -102,7 +101,7 @@ def test_what_a_former_arrangement_has_held_is_free(
 
     monkeypatch.setattr(HostBackend, "work", at_once)
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2,)], *3 * [(4,)], (3,)))
-    compares, module = Compares(mapped), build()
+    compares, module = Compares(mapped), Blocks()
     how = {"accelerator": "cpu", "max_steps": 9, "barebones": True, "callbacks": [compares], **arguments}
     trainer = L.Trainer(strategy=SuperpipelineStrategy(**options), **how)
     trainer.fit(module, DataLoader(torch.randn(40, WIDTH), batch_size=2))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from .helpers import Run, assert_same_story, attached, note_state, slow_host
+from .helpers import Run, assert_same_story, attached, slow_host, train_story
 from .zoo.blocks import WIDTH, Block, Chain, StashOnContext
 
 
@@ -179,19 +179,6 @@ def penalized(model: Chain, x: Tensor) -> Tensor:
     return losses(model, x) + 0.01 * sum((weight.square().sum() for weight in model.parameters()), torch.zeros(()))
 
 
-def train(run: Run, loss_of: Callable[[Any, Tensor], Tensor] = losses, autocast: bool = False) -> None:
-    optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(4):
-        with run.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = loss_of(run.model, run.rows(number))
-        with run.step():
-            loss.backward()
-        run.note(f"loss {number}", loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        note_state(run.trace, f"step {number}", run.model, [optimizer])
-
-
 def chain_of(kind: type[Block]) -> nn.Module:
     return Chain([kind() for _ in range(4)])
 
@@ -207,21 +194,21 @@ pytestmark = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_in_its_module(block: type[Block], activations: str, autocast: bool) -> None:
     """Under autocast most weights are sent lowered, from the first step on."""
-    assert_same_story(partial(train, autocast=autocast), partial(chain_of, block), activations=activations)
+    assert_same_story(partial(train_story, autocast=autocast), partial(chain_of, block), activations=activations)
 
 
 @pytest.mark.parametrize("loss_of", [read_first, read_alias])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("block", [AveragesData, ClampsWithoutGraph])
 def test_outside_of_its_module(block: type[Block], autocast: bool, loss_of: Callable[..., Tensor]) -> None:
-    assert_same_story(partial(train, loss_of=loss_of, autocast=autocast), partial(chain_of, block))
+    assert_same_story(partial(train_story, loss_of=loss_of, autocast=autocast), partial(chain_of, block))
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_after_its_module_under_autocast(activations: str) -> None:
     """Second forwards compute with what the first ones had."""
     assert_same_story(
-        partial(train, loss_of=penalized, autocast=True), partial(chain_of, Block), activations=activations
+        partial(train_story, loss_of=penalized, autocast=True), partial(chain_of, Block), activations=activations
     )
 
 
@@ -229,7 +216,7 @@ def test_after_its_module_under_autocast(activations: str) -> None:
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_what_a_custom_function_keeps(block: type[Block], loss_of: Callable[..., Tensor], activations: str) -> None:
     """Wherever its output goes, backward has the weight."""
-    assert_same_story(partial(train, loss_of=loss_of), partial(chain_of, block), activations=activations)
+    assert_same_story(partial(train_story, loss_of=loss_of), partial(chain_of, block), activations=activations)
 
 
 @pytest.mark.parametrize("copy", [torch.tensor, torch.as_tensor, torch.asarray, torch.ones(1).new_tensor])

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.trainer.precision import HostGradScaler
 
-from .helpers import Trace, assert_same_trace, attached, note_state, slow_host
+from .helpers import Run, Trace, assert_same_trace, attached, note_state, slow_host
 from .lightning_modules import trainer
 from .zoo.blocks import WIDTH, Block, Chain
 
@@ -45,10 +45,6 @@ class Model(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 3))
-
-
-def rows(seed: int, count: int = 5) -> Tensor:
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 # ------------------------------------------------------------------------------------------------------- plain loops
@@ -96,7 +92,7 @@ def fit(module: L.LightningModule, strategy: Any, steps: int = 5, **arguments: A
     torch.manual_seed(0)
     accumulate = arguments.get("accumulate_grad_batches", 1)
     ours = trainer(strategy, **{"max_epochs": 1, **arguments})
-    ours.fit(module, DataLoader([rows(seed) for seed in range(steps * accumulate)], batch_size=None))
+    ours.fit(module, DataLoader([Run.rows(seed) for seed in range(steps * accumulate)], batch_size=None))
     trace: Trace = {f"loss {index}": loss for index, loss in enumerate(module.losses)}
     note_state(trace, "end", module, ours.optimizers)
     return trace
@@ -199,101 +195,85 @@ def halve_all(module: nn.Module) -> None:
         parameter.grad.mul_(0.5)
 
 
-class Looking(Module):
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.losses += [p.grad.detach().clone() for p in self.parameters()]
+def note_gradients(module: Module, *_: Any, **__: Any) -> None:
+    module.losses += [torch.zeros(1) if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-class Changing(Module):
-    def on_after_backward(self) -> None:
-        halve_all(self)
+def note_weights_and_gradients(module: Module, *_: Any) -> None:
+    module.losses += [p.detach().clone() for p in module.parameters()]
+    note_gradients(module)
 
 
-class Clipping(Module):
-    def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: Any = None, **_: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+def clip(module: Module, optimizer: Optimizer, gradient_clip_val: Any = None, **_: Any) -> None:
+    module.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
 
 
-class Twice(Module):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
+def backward_twice(module: Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
 
 
-class Skipping(Module):
-    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
-        if batch % 2:
-            closure()
-            return
-        optimizer.step(closure=closure)
+def skip_every_other(module: Module, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
+    if batch % 2:
+        closure()
+        return
+    optimizer.step(closure=closure)
 
 
-class Warming(Module):
-    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
-        optimizer.step(closure=closure)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * (batch + 1)
+def step_and_warm_up(module: Module, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
+    optimizer.step(closure=closure)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * (batch + 1)
 
 
-class Averaging(Module):
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.losses += [p.detach().clone() for p in self.parameters()]
-        self.losses += [p.grad.detach().clone() for p in self.parameters()]
+def look_in_the_second_step(module: Module, batch: Tensor, index: int) -> Tensor:
+    """At the gradients of the first one, before `zero_grad`."""
+    if index == 1:
+        note_gradients(module)
+    return Module.training_step(module, batch, index)
 
 
-class Converting(Module):
-    """Saves itself in another precision: torch gives weights other memory, and the gradients, too, that are left."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.double()
-        self.float()
+def with_hooks(**hooks: Callable[..., Any]) -> type[Module]:
+    return type("Hooked", (Module,), hooks)
 
 
-class Reading(Module):
-    """Looks at the gradients of the first step in the second one, before `zero_grad`."""
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if index == 1:
-            self.losses += [p.grad.clone() for p in self.parameters()]
-        return super().training_step(batch, index)
-
-
-class ReadingLater(Module):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        if self.trainer.global_step == 1:
-            self.losses += [p.grad.clone() for p in self.parameters() if p.grad is not None]
-
-
-class AccumulatesLater(Module):
-    """From the fourth batch on, two are added up, and Lightning does not zero what the step before has used."""
-
-    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
-        self.trainer.accumulate_grad_batches = 1 if index < 3 else 2
-
-
-class Leaving(Module):
-    """Zeroes gradients in every other step; in between they add up, as they were clipped."""
-
-    def optimizer_zero_grad(self, epoch: int, batch: int, optimizer: Optimizer) -> None:
-        if batch % 2:
-            optimizer.zero_grad()
+UNUSUAL: dict[str, type[Module]] = {
+    "looks": with_hooks(on_before_optimizer_step=note_gradients),
+    "changes": with_hooks(on_after_backward=lambda self: halve_all(self)),
+    "clips": with_hooks(configure_gradient_clipping=clip),
+    "goes back twice": with_hooks(backward=backward_twice),
+    "skips": with_hooks(optimizer_step=skip_every_other),
+    "warms up": with_hooks(optimizer_step=step_and_warm_up),
+    "looks at all": with_hooks(on_train_batch_end=note_weights_and_gradients),
+    # as if saved in another precision: torch gives weights other memory, and the gradients, too, that are left
+    "converts": with_hooks(on_train_batch_end=lambda self, *_: (self.double(), self.float())),
+    "looks in a step": with_hooks(training_step=look_in_the_second_step),
+    "looks before zeroing": with_hooks(
+        on_before_zero_grad=lambda self, _: note_gradients(self) if self.trainer.global_step == 1 else None
+    ),
+    # from the fourth batch on, two are added up, and Lightning does not zero what the step before has used
+    "accumulates later": with_hooks(
+        on_train_batch_start=lambda self, _, index: setattr(self.trainer, "accumulate_grad_batches", 1 + (index > 2))
+    ),
+    # gradients are zeroed in every other step; in between they add up, as they were clipped
+    "leaves": with_hooks(optimizer_zero_grad=lambda self, _, batch, optimizer: batch % 2 and optimizer.zero_grad()),
+}
 
 
 @pytest.mark.parametrize(
-    ("build", "precision", "arguments"),
+    ("name", "precision", "arguments"),
     [
-        *product((Looking, Clipping, Skipping, Warming), ["32-true"], [{}]),
-        *product((Changing, Clipping, Twice, Averaging, Converting, ReadingLater), ["bf16-mixed"], [{}]),
-        *product((Converting, Reading, ReadingLater), ["32-true"], [CLIPPED]),
-        *product((AccumulatesLater,), ["bf16-mixed"], [{}, CLIPPED]),
-        *product((Leaving,), ["32-true", "bf16-mixed"], [{}, BY_TWOS, CLIPPED, BY_VALUE]),
-        (Converting, "bf16-mixed", BY_TWOS),
+        *product(("looks", "clips", "skips", "warms up"), ["32-true"], [{}]),
+        *product(("changes", "clips", "goes back twice", "looks at all"), ["bf16-mixed"], [{}]),
+        *product(("converts", "looks before zeroing"), ["bf16-mixed"], [{}]),
+        *product(("converts", "looks in a step", "looks before zeroing"), ["32-true"], [CLIPPED]),
+        *product(("accumulates later",), ["bf16-mixed"], [{}, CLIPPED]),
+        *product(("leaves",), ["32-true", "bf16-mixed"], [{}, BY_TWOS, CLIPPED, BY_VALUE]),
+        ("converts", "bf16-mixed", BY_TWOS),
     ],
 )
-def test_modules_with_unusual_training_steps_are_exact(
-    build: type[Module], precision: str, arguments: dict[str, Any]
-) -> None:
-    assert_same_fit(build, precision=precision, **arguments)
+def test_modules_with_unusual_training_steps_are_exact(name: str, precision: str, arguments: dict[str, Any]) -> None:
+    assert_same_fit(UNUSUAL[name], precision=precision, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -358,11 +338,12 @@ class ByNorm(torch.optim.lr_scheduler.LambdaLR):
         super().step(*args)
 
 
-class OwnScheduler(Module):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.01)
-        scheduler = ByNorm(optimizer, lambda step: 0.8**step)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+def scheduled_by_norm(module: Module) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": ByNorm(optimizer, lambda step: 0.8**step), "interval": "step"},
+    }
 
 
 class OwnBar(TQDMProgressBar):
@@ -382,17 +363,19 @@ class OwnLogger(CSVLogger):
             read_all(self.module.optimizers())
 
 
-class Logging(Module):
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        self.log("loss", loss := super().training_step(batch, index))
-        return loss
+def log_loss(module: Module, batch: Tensor, index: int) -> Tensor:
+    module.log("loss", loss := Module.training_step(module, batch, index))
+    return loss
 
 
 READERS: dict[str, Callable[[], tuple[Module, dict[str, Any]]]] = {
-    "training_step": lambda: (Reading(), {}),
-    "scheduler": lambda: (OwnScheduler(), {}),
+    "training_step": lambda: (UNUSUAL["looks in a step"](), {}),
+    "scheduler": lambda: (with_hooks(configure_optimizers=scheduled_by_norm)(), {}),
     "bar": lambda: (Module(), {"callbacks": [OwnBar()], "enable_progress_bar": True}),
-    "logger": lambda: (module := Logging(), {"logger": OwnLogger(module), "log_every_n_steps": 1}),
+    "logger": lambda: (
+        module := with_hooks(training_step=log_loss)(),
+        {"logger": OwnLogger(module), "log_every_n_steps": 1},
+    ),
 }
 
 
@@ -406,14 +389,9 @@ def test_gradients_that_a_step_in_backward_has_used_are_never_missed(reader: str
     fit(module, strategy_for(True, overlap_optimizer=False), **arguments)
 
 
-class Reads(Callback):
-    """Looks at gradients in a hook; in the last ones the module is plain again."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self.read)
-
-    def read(self, trainer: Any, module: Any, *_: Any, **__: Any) -> None:
-        module.losses += [torch.zeros(1) if p.grad is None else p.grad.clone() for p in module.parameters()]
+def looking_in(hook: str) -> Callback:
+    """A callback; in its last hooks the module is plain again."""
+    return LambdaCallback(**{hook: lambda trainer, module, *_, **__: note_gradients(module)})
 
 
 HOOKS = [
@@ -426,30 +404,28 @@ HOOKS = [
 def test_any_hook_may_read_gradients(hook: str, tmp_path: Path) -> None:
     """Before the step, none is stepped in backward; after it, those that were are still there."""
     saves = {"enable_checkpointing": True, "default_root_dir": tmp_path} if hook == "on_save_checkpoint" else {}
-    stats = assert_same_fit(callbacks=[partial(Reads, hook)], limit_val_batches=0, max_epochs=2, **saves)
+    stats = assert_same_fit(callbacks=[partial(looking_in, hook)], limit_val_batches=0, max_epochs=2, **saves)
     assert (stats.steps_in_backward > 0) is (hook != "on_before_optimizer_step")
 
 
-class ClipsLater(Module):
-    """Decides about clipping when Lightning's step is under way."""
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        self.trainer.gradient_clip_val = 1e-3 if index else None
-        return super().training_step(batch, index)
+def clip_from_the_second_step_on(module: Module, batch: Tensor, index: int) -> Tensor:
+    """Lightning's step is under way by then."""
+    module.trainer.gradient_clip_val = 1e-3 if index else None
+    return Module.training_step(module, batch, index)
 
 
-class Appends(Module):
-    """Adds a callback that changes gradients, in the middle of a step."""
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        if self.global_step == 2:
-            halves = LambdaCallback(on_before_optimizer_step=lambda _, module, __: halve_all(module))
-            self.trainer.callbacks.append(halves)
+def append_a_callback(module: Module, loss: Tensor) -> None:
+    """One that changes gradients, in the middle of a step."""
+    if module.global_step == 2:
+        halves = LambdaCallback(on_before_optimizer_step=lambda _, module, __: halve_all(module))
+        module.trainer.callbacks.append(halves)
 
 
-@pytest.mark.parametrize("cls", [ClipsLater, Appends])
-def test_what_decides_about_a_step_may_change_before_its_backward(cls: type[Module]) -> None:
-    assert assert_same_fit(cls).steps_in_backward > 0
+@pytest.mark.parametrize(
+    "hooks", [{"training_step": clip_from_the_second_step_on}, {"on_before_backward": append_a_callback}]
+)
+def test_what_decides_about_a_step_may_change_before_its_backward(hooks: dict[str, Any]) -> None:
+    assert assert_same_fit(with_hooks(**hooks)).steps_in_backward > 0
 
 
 @pytest.mark.parametrize(
@@ -501,11 +477,9 @@ class AddsUpItself(Module):
         self.losses += [p.grad.norm() for p in self.parameters()]
 
 
-class WarmsUp(Module):
+def warm_up(module: Module, loss: Tensor) -> None:
     """Sets the learning rate when the step is about to begin."""
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.optimizers().optimizer.param_groups[0]["lr"] = 0.01 * (1 + self.global_step)
+    module.optimizers().optimizer.param_groups[0]["lr"] = 0.01 * (1 + module.global_step)
 
 
 class HalvesInBackward:
@@ -536,7 +510,12 @@ def test_strategies_of_users(changes: type) -> None:
 
 @pytest.mark.parametrize(
     ("make", "plugins"),
-    [(Module, [ChangesGradients]), (Module, [ChangesGradientsByAHook]), (AddsUpItself, []), (WarmsUp, [])],
+    [
+        (Module, [ChangesGradients]),
+        (Module, [ChangesGradientsByAHook]),
+        (AddsUpItself, []),
+        (with_hooks(on_before_backward=warm_up), []),
+    ],
     ids=["precision plugin", "its hook", "several losses", "learning rate"],
 )
 def test_user_code_around_backward_is_exact(make: type[Module], plugins: list[Any]) -> None:

@@ -1,7 +1,4 @@
-"""Units that live on the device, visit it and are stepped on the host, in all precisions: plain training's bits.
-
-And what was planned is what happens.
-"""
+"""Units that live on the device, visit it and are stepped on the host, in all precisions: plain training's bits."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -32,7 +30,7 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
 from .helpers import Trace, assert_close_trace, assert_same_trace
 from .lightning_modules import WIDTH, Adversaries, Average, Base, fit, loader, plain, run, streamed, trainer
 from .planning.parts import Fixed
-from .processes import in_processes
+from .processes import in_processes, run_python
 from .zoo.blocks import LoRALinear
 from .zoo.quantized import Int8Linear, PackedLinear
 
@@ -517,10 +515,8 @@ if __name__ == "__main__":
 
 def test_a_script_launches_its_processes() -> None:
     Path("train.py").write_text(SCRIPT)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"process (\d) of 2: (-?\d+\.\d{6})", done.stdout)
+    printed, _ = run_python("train.py")
+    lines = re.findall(r"process (\d) of 2: (-?\d+\.\d{6})", printed)
     assert sorted(rank for rank, _ in lines) == ["0", "1"]
     assert len({total for _, total in lines}) == 1, "processes have trained apart"
 

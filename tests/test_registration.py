@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import sp_lightning.fabric
 import sp_lightning.lightning_fabric
 import sp_lightning.pytorch_lightning as twin
 
-from .processes import forks
+from .processes import forks, run_python
 
 Python = Callable[[str], str]
 
@@ -87,8 +86,7 @@ sys.argv = ["sp-lightning", "plan", "--model", "Llama-3.2-1B", "--device_memory"
 slow = {"lightning", "pytorch_lightning", "transformers", "torchvision", "torch._dynamo", "torch.distributed.fsdp"}
 print(main(), slow & sys.modules.keys())
 """
-    command = [sys.executable, "-c", code]  # not in the process of the other tests, which has imported some of these
-    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    printed, _ = run_python("-c", code)  # not in the process of the other tests, which has imported some of these
     assert printed.splitlines()[-1] == "0 set()"
 
 

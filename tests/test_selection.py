@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from .selection import AT_MOST, CASE, TESTS, Case, Tier, functions_in, left_out, seconds_of_cases, tiers_of
-from .times import Times, updated
+from .times import Times
 
 
 @pytest.mark.parametrize(
@@ -48,35 +48,30 @@ def test_half_of_a_grid_has_each_value(letter: str, number: int, name: str, requ
     assert request.node.stash[CASE].place == "abcd".index(letter) + number - 1
 
 
-def runs(arguments: list[str], tier: Tier, **asked_by: object) -> bool:
-    """Whether a test of tests/test_compile.py runs."""
-    options = {"all": False, "markexpr": "", "nightly": False, **asked_by}
-    config = SimpleNamespace(getoption=options.get, args=arguments, invocation_params=SimpleNamespace(dir=TESTS.parent))
-    item = SimpleNamespace(path=TESTS / "test_compile.py", stash={CASE: Case("", 0, 0, tier)})
-    return not left_out(config, [item])
-
-
-@pytest.mark.parametrize("arguments", [["tests"], ["tests/pipeline", "tests/test_overlap.py"]])
-def test_a_plain_run_leaves_out_what_takes_long(arguments: list[str]):
-    assert runs(arguments, Tier.PLAIN)
-    assert not runs(arguments, Tier.ALL)
-    assert runs(arguments, Tier.ALL, all=True)
-    assert not runs(arguments, Tier.NIGHTLY, all=True)
+MANY = ["tests/pipeline", "tests/test_overlap.py"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked_by"),
+    ("arguments", "asked_by", "last"),
     [
-        (["tests"], {"nightly": True}),
-        (["tests"], {"nightly": True, "all": True}),
-        (["tests"], {"markexpr": "gpu"}),
-        (["tests/test_overlap.py", "tests/test_compile.py"], {}),
-        (["tests/test_compile.py::test_lightning"], {}),
-        ([str(TESTS / "test_compile.py")], {}),
+        *((arguments, {}, Tier.PLAIN) for arguments in (["tests"], MANY)),
+        (["tests"], {"all": True}, Tier.ALL),
+        (MANY, {"all": True}, Tier.ALL),
+        (["tests"], {"nightly": True}, Tier.NIGHTLY),
+        (["tests"], {"nightly": True, "all": True}, Tier.NIGHTLY),
+        (["tests"], {"markexpr": "gpu"}, Tier.NIGHTLY),
+        (["tests/test_overlap.py", "tests/test_compile.py"], {}, Tier.NIGHTLY),
+        (["tests/test_compile.py::test_lightning"], {}, Tier.NIGHTLY),
+        ([str(TESTS / "test_compile.py")], {}, Tier.NIGHTLY),
     ],
 )
-def test_who_asks_for_a_test_gets_it(arguments: list[str], asked_by: dict[str, object]):
-    assert runs(arguments, Tier.NIGHTLY, **asked_by)
+def test_who_asks_for_a_test_gets_it(arguments: list[str], asked_by: dict[str, object], last: Tier):
+    """A plain run leaves out what takes long; here those of a file, which may be named."""
+    options = {"all": False, "markexpr": "", "nightly": False, **asked_by}
+    config = SimpleNamespace(getoption=options.get, args=arguments, invocation_params=SimpleNamespace(dir=TESTS.parent))
+    items = [SimpleNamespace(path=TESTS / "test_compile.py", stash={CASE: Case("", 0, 0, tier)}) for tier in Tier]
+    out = left_out(config, items)
+    assert [item.stash[CASE].tier for item in items if item not in out] == [tier for tier in Tier if tier <= last]
 
 
 def named_tests(name: str) -> list[tuple[Path, str]]:
@@ -149,12 +144,3 @@ def test_a_budget_fails_the_run_and_names_the_dearest():
         assert bool(session.exitstatus) == bool(says)
         assert "\n".join(said).endswith(says)
         assert ("dear, case" in "\n".join(said)) == bool(says)
-
-
-def test_times_are_updated():
-    """What ran is there if it takes long enough; nearly the same times stay, and so does what did not run."""
-    exists, too = "test_selection.py::test_the_rule", "test_selection.py::test_half_of_a_grid_has_each_value"
-    before = {exists: [0.3, 0.5, 2.0], "test_gone.py::test": [1.0], too: [0.7]}
-    measured = {Case(exists, 0, 0, Tier.PLAIN): 0.4, Case(exists, 2, 2, Tier.PLAIN): 0.96}
-    assert updated(before, measured) == {exists: [0.3, 0.5, 1.0], too: [0.7]}
-    assert updated(before, {Case(too, 0, 0, Tier.PLAIN): 0.04}) == {exists: [0.3, 0.5, 2.0]}

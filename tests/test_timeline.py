@@ -16,13 +16,59 @@ from sp_lightning import timeline
 from sp_lightning.pipeline import Kind, Lane, Recording, Span
 from sp_lightning.timeline import break_down, write_timeline
 
-from .recordings import make_recording
-
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
 
 def span(kind: Kind, begin: float, end: float, name: str = "blocks.0", nbytes: int = 0) -> Span:
     return Span(kind.lane, kind, name, begin, end, nbytes)
+
+
+def make_recording(
+    units: int = 8,
+    steps: int = 1,
+    load: float = 1e-3,
+    gradients: float = 1e-3,
+    step: float = 1e-3,
+    visit: float = 0.0,
+) -> Recording:
+    """Steps that were never taken, of a chain of equal units; seconds for each unit. If visits take any, all visit."""
+    k, nbytes = 2, 64 << 20
+    free = dict.fromkeys(Lane, 0.0)
+    spans: list[Span] = []
+    moments = []
+
+    def run(kind: Kind, name: str, seconds: float, ready: float = 0.0, nbytes: int = 0) -> float:
+        if seconds:
+            begin = max(free[kind.lane], ready)
+            free[kind.lane] = begin + seconds
+            spans.append(Span(kind.lane, kind, name, begin, begin + seconds, nbytes))
+        return free[kind.lane]
+
+    stepped = [0.0] * units
+    left = [0.0]  # when each slot was given up
+    for _ in range(steps):
+        order = [(Kind.FORWARD, unit) for unit in range(units)]
+        order += [(Kind.BACKWARD, unit) for unit in reversed(range(units))]
+        moments.append(free[Lane.COMPUTE])
+        for place, (kind, unit) in enumerate(order):
+            name = f"model.layers.{unit}"
+            if not units <= place < units + k:  # the last ones stay for the turn
+                slot = left[-k] if len(left) >= k else 0.0
+                arrived = run(Kind.LOAD, name, load, max(slot, stepped[unit] if place < units else 0.0), nbytes)
+                if arrived > free[Lane.COMPUTE]:
+                    run(Kind.STALL, "weights", arrived - free[Lane.COMPUTE])
+            run(kind, name, 2e-3 if kind is Kind.FORWARD else 4e-3)
+            left.append(free[Lane.COMPUTE])
+            if kind is Kind.BACKWARD:
+                landed = run(Kind.GRADIENTS, name, gradients, free[Lane.COMPUTE], nbytes)
+                if visit:
+                    up = run(Kind.STATE_UP, name, load, free[Lane.COMPUTE], nbytes)
+                    stepped[unit] = run(Kind.VISIT, name, visit, up, 2 * nbytes)
+                    run(Kind.STATE_DOWN, name, gradients, stepped[unit], nbytes)
+                else:
+                    stepped[unit] = run(Kind.STEP, name, step, landed, nbytes)
+    moments.append(free[Lane.COMPUTE])
+    return Recording(sorted(spans, key=lambda span: span.begin), list(zip(moments[:-1], moments[1:], strict=True)))
 
 
 def test_a_recording_in_numbers():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from .helpers import Run, assert_same_story, attached, note_state
+from .helpers import Run, assert_same_story, attached, note_state, train_story
 from .zoo.blocks import Block, Chain
 
 Write = Callable[[nn.Parameter], object]
@@ -89,21 +89,7 @@ class Writes(Block):
         return super().forward(x)
 
 
-def train(run: Run, autocast: bool = False) -> None:
-    """Steps and an evaluation, under autocast if that is asked for."""
-    optimizer = SGD(run.model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(4):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
-            if number == 2:
-                run.evaluate("evaluation")
-            with run.step():
-                loss = run.model(run.rows(number)).square().mean()
-        with run.step():
-            loss.backward()
-        run.note(f"loss {number}", loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        note_state(run.trace, f"step {number}", run.model, [optimizer])
+train = partial(train_story, evaluates=True, cast_cache=False)
 
 
 def writers(write: Write, **options: bool | int) -> nn.Module:

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 
-from ..helpers import Plan, Trace, assert_same_trace, lightning_run
+from ..helpers import Plan, Trace, assert_close_trace, assert_same_trace, lightning_run
+from ..pipeline.gradients.parts import chain
+from ..pipeline.gradients.parts import train as train_in_processes
+from ..processes import in_processes
 from ..random_graphs import Example, examples, units_are_nodes
 from ..second_device import IN_USE, some
 from ..zoo import CASES, Case
@@ -118,3 +121,16 @@ def test_lightning_on_the_device(name: str, precision: str, accelerator: str) ->
     assert len(losses) == 3 * CASES[name].accumulate
     for label in losses:
         torch.testing.assert_close(actual[label], expected[label], rtol=2e-2, atol=1e-3)
+
+
+def on_one_device() -> None:
+    """Closely, as the reference is stepped on the device; through gloo, as NCCL refuses processes that share one."""
+    device = str(torch.accelerator.current_accelerator())
+    for accumulate, in_backward in product((1, 2), (False, True)):
+        how = {"accumulate": accumulate, "device": device, "in_backward": in_backward}
+        streamed = train_in_processes(chain, PipelineOptions(k=2, debug=True), **how)
+        assert_close_trace(train_in_processes(chain, None, **how), streamed, atol=1e-6)
+
+
+def test_two_processes_on_one_device() -> None:
+    in_processes([on_one_device])

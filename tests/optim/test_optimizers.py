@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from sp_lightning.optim import on_device, passes
 from sp_lightning.optim.layout import GROUP, moment_in
 
 from ..helpers import torchs_defaults
+from ..processes import run_python
 from .parts import needs_numba
 
 SIZES = ((3,), (13,), (70, 33), (5, 64))
@@ -357,9 +355,8 @@ def test_compiling_a_kernel_is_said_once(tmp_path):
         "assert torch.get_num_threads() == 1, 'sums would have other bits'\n"
         "assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS\n"
     )
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    both = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert both.stderr.count("INFO:sp_lightning.optim.kernels:superpipeline: numba compiles kernels") == 1
+    _, said = run_python("-c", code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert said.count("INFO:sp_lightning.optim.kernels:superpipeline: numba compiles kernels") == 1
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])

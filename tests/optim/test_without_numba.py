@@ -11,17 +11,6 @@ from torch import Tensor, nn
 from sp_lightning import optim, superpipeline
 
 
-def stepped_in_codes() -> list[Tensor]:
-    """A weight after some updates with moments of 8 bits, and its state."""
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(130, 17).bfloat16())
-    optimizer = optim.AdamW([weight], moments="int8")
-    for _ in range(3):
-        weight.grad = torch.randn(130, 17).bfloat16()
-        optimizer.step()
-    return [weight.detach(), *optimizer.state[weight].values()]
-
-
 def trained(streamed: bool, autocast: bool) -> list[Tensor]:
     """Weights that torch's fused AdamW has updated, which streamed training updates in one pass each."""
     torch.manual_seed(0)
@@ -61,8 +50,3 @@ def test_our_optimizer_has_the_bits_of_torchs(dtype: torch.dtype) -> None:
         ours.step()
         theirs.step()
     assert torch.equal(ours.master(weight), plain)
-
-
-@pytest.mark.usefixtures("without_numba")
-def test_moments_in_codes_stay_reproducible() -> None:
-    assert all(map(torch.equal, stepped_in_codes(), stepped_in_codes()))

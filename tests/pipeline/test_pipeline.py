@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer.staying import move_all_but_parameters
 
 from .. import helpers
+from ..processes import run_python
 from .parts import RecordingBackend
 
 
@@ -104,17 +104,6 @@ def test_a_sparse_gradient_of_the_users() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("ends", [nullcontext(), pytest.raises(ZeroDivisionError)], ids=["normally", "by an error"])
-def test_a_block_gives_the_plain_module_back(ends: Any) -> None:
-    model = layers()
-    with ends as error, Pipeline(model, "cpu") as pipeline:
-        assert pipeline.module is model
-        assert type(model) is not nn.Sequential
-        if error is not None:
-            raise ZeroDivisionError
-    assert type(model) is nn.Sequential
-
-
 def test_detach_twice_and_in_the_middle_of_a_step() -> None:
     model = layers()
     with attached(model) as pipeline:
@@ -149,10 +138,7 @@ for _ in range(3):
 
 def test_a_process_may_end_without_detach() -> None:
     """A thread that was still stepping when the interpreter ended used to abort it."""
-    command = [sys.executable, "-W", "ignore", "-c", _ENDS_WHILE_STEPPING]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_python("-W", "ignore", "-c", _ENDS_WHILE_STEPPING, PYTHONPATH=os.pathsep.join(sys.path)) == ("", "")
 
 
 def test_a_conversion_in_a_step_is_an_error() -> None:

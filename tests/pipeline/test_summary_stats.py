@@ -104,17 +104,6 @@ def test_the_summary_where_units_are_stepped_in_all_ways(monkeypatch: pytest.Mon
     pipeline.detach()
 
 
-@pytest.mark.parametrize(
-    ("k", "k_prime", "expected"),
-    [("auto", 1, (2, 6)), ("auto", 3, (2, 2)), (4, 1, (4, 6)), (4, 2, (2, 3)), (5, 4, (1, 2)), (100, 1, (100, 6))],
-)
-def test_automatic_k(k: int | str, k_prime: int, expected: tuple[int, int]) -> None:
-    """One computes while another arrives; of units that neighbors are joined into, as many fit as `k` says."""
-    pipeline = Pipeline(chain(6), "cpu", options=PipelineOptions(k=k, k_prime=k_prime, units=Block))  # type: ignore[arg-type]
-    assert (pipeline.summary().k, pipeline.summary().units) == expected
-    pipeline.detach()
-
-
 @pytest.mark.parametrize(("k", "phrase"), [(2, "2 at a time on the CPU, as"), (6, "all stay on the CPU, as")])
 def test_the_table(k: int, phrase: str) -> None:
     """One aligned row for each thing that a user asks about."""

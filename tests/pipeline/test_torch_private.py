@@ -9,61 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline.torch_private import (
     contains_others,
-    graph_task,
     has_foreign_step_hooks,
-    in_backward,
     parts_of,
     scope_that_ends_before_backward,
     step_is_replaced,
     storage_key,
-    top_saved_tensor_hooks,
     zeroing,
 )
-
-
-def keep(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def test_the_pair_on_top_is_known() -> None:
-    assert top_saved_tensor_hooks() is None
-    with saved_tensors_hooks(pytest.fail, pytest.fail), saved_tensors_hooks(keep, keep):
-        assert top_saved_tensor_hooks() == (keep, keep)
-    assert top_saved_tensor_hooks() is None
-
-
-def test_backward_passes_are_told_apart() -> None:
-    """One number for all nodes of a pass; the reentrant backward of a checkpoint inside of it has another."""
-    seen: list[tuple[str, int]] = []
-    assert not in_backward()
-
-    def note(name: str, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: seen.append((name, graph_task() if in_backward() else -1)))
-        return tensor
-
-    x = torch.ones(2, requires_grad=True)
-    for _ in range(2):
-        y = note("below", x.exp())
-        y = checkpoint(lambda y: note("inside", y.sin()).cos(), y, use_reentrant=True)
-        note("above", y.exp()).sum().backward()
-    names, numbers = zip(*seen, strict=True)
-    assert names == ("above", "inside", "below") * 2
-    assert numbers[0] == numbers[2] != numbers[1]
-    assert len(set(numbers)) == 4, "the second pass has numbers of its own"
-    assert -1 not in numbers
-    assert graph_task() == -1
-    assert not in_backward()
 
 
 @pytest.mark.parametrize(
@@ -79,19 +38,6 @@ def test_views_share_the_key_of_their_memory(view: Any) -> None:
     vmap(lambda x: (pytest.fail("functorch's wrappers have no memory") if storage_key(x) else None, x)[1])(
         torch.ones(2, 2)
     )
-
-
-def test_an_identity_is_not_used_again_while_it_is_kept() -> None:
-    """Without the memory: the next tensor of the same size may well get the same address, but not the same identity."""
-    kept, keys = [], []
-    for _ in range(50):
-        tensor = torch.ones(4)
-        kept.append(StorageWeakRef(tensor.untyped_storage()))
-        keys.append(storage_key(tensor))
-        assert not kept[-1].expired()
-        del tensor
-        assert kept[-1].expired()
-    assert len(set(keys)) == len(keys)
 
 
 def test_tensors_that_contain_others() -> None:

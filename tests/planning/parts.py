@@ -29,7 +29,7 @@ from .. import simulated
 from ..helpers import is_block, made_once
 from ..simulated import STEP_BYTES, UNIT_BYTES, WIDTH, Lane, SimulatedBackend, TimedBlock
 from ..zoo.blocks import Chain, Gated
-from ..zoo.case import Batch
+from ..zoo.case import Batch, call_with_batch
 from ..zoo.vision import CLASSES, resnet50
 
 WORDS = 64
@@ -224,6 +224,39 @@ def take_steps(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
+def timed_steps(
+    pipeline: Pipeline,
+    backend: SimulatedBackend,
+    optimizer: Optimizer | None,
+    loss_of_batch: Callable[[], Tensor],
+    steps: int,
+    in_backward: bool = True,
+    accumulate: int = 1,
+    clip: bool = False,
+) -> list[float]:
+    """Virtual seconds of each step; Lightning runs the last backward of one alone within the optimizer's step."""
+    seconds = []
+    for _ in range(steps):
+        begin = backend.now
+        for micro in range(accumulate):
+            loss, is_last = loss_of_batch(), micro == accumulate - 1
+            with ExitStack() as scopes:
+                if is_last and in_backward and optimizer is not None:
+                    scopes.enter_context(pipeline.optimizers.stepping_in_backward(optimizer))
+                if is_last and clip:
+                    scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
+                loss.backward()
+        if clip:
+            pipeline.optimizers.clipping.clip_grad_norm(pipeline.module.parameters(), 1e9)
+            # steps wait for the norm, which is on the device when backward has ended
+            backend.main = backend.now
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds.append(backend.now - begin)
+    return seconds
+
+
 @dataclass(frozen=True)
 class Blocks(simulated.Machine):
     """Equal units on virtual clocks, and the seconds that each of them takes."""
@@ -260,25 +293,10 @@ class Blocks(simulated.Machine):
         optimizer = SGD(model.parameters(), 1e-3)
         if frozen:
             model.requires_grad_(False)
-        seconds = []
-        for _ in range(steps):
-            begin = backend.now
-            for micro in range(accumulate):
-                loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
-                with ExitStack() as scopes:
-                    # Lightning runs the last one alone within the optimizer's step
-                    is_last = micro == accumulate - 1
-                    if is_last and in_backward:
-                        scopes.enter_context(pipeline.optimizers.stepping_in_backward(optimizer))
-                    if is_last and clip:
-                        scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
-                    loss.backward()
-            if clip:
-                pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 1e9)
-            if not frozen:
-                optimizer.step()
-                optimizer.zero_grad()
-            seconds.append(backend.now - begin)
+        how = {"in_backward": in_backward, "accumulate": accumulate, "clip": clip}
+        x = torch.ones(1, WIDTH, requires_grad=True)
+        seconds = timed_steps(pipeline, backend, None if frozen else optimizer, lambda: model(x).sum(), steps, **how)
+        begin = backend.now - seconds[-1]
         busy = {lane: backend.busy(lane, begin, backend.now) for lane in Lane}
         return replace(finish(pipeline, seconds), busy=busy)
 
@@ -305,27 +323,18 @@ def train(
     pipeline = Pipeline(model, "cpu", options=PipelineOptions(**options), backend=backend, planner=planner)
     pipeline._engine.meter.always = True
     optimizer = SGD(model.parameters(), 1e-3)
-    seconds = []
-    for _ in range(steps):
-        begin = backend.now
+
+    def loss_of_batch() -> Tensor:
         pipeline.stats.activation_peak_bytes = 0
-        with Computing(backend):
-            output = model(**batch) if isinstance(batch, dict) else model(*batch)
-            loss = output.square().mean() if isinstance(output, Tensor) else output.loss
-            with pipeline.optimizers.stepping_in_backward(optimizer):
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(backend.now - begin)
-    return finish(pipeline, seconds)
+        output = call_with_batch(model, batch)
+        return output.square().mean() if isinstance(output, Tensor) else output.loss
+
+    with Computing(backend):
+        return finish(pipeline, timed_steps(pipeline, backend, optimizer, loss_of_batch, steps))
 
 
 class Mapped:
-    """Counts the host memory of buffers.
-
-    Attributes:
-        most: The most bytes so far.
-    """
+    """Counts the host memory of buffers, and the most so far."""
 
     def __init__(self) -> None:
         self.most = 0

@@ -17,7 +17,7 @@ from sp_lightning.planning import AutoPlanner, memory
 from .. import simulated
 from ..simulated import WIDTH, SimulatedBackend, TimedBlock
 from ..zoo.blocks import Chain
-from .parts import Trained, finish
+from .parts import Trained, finish, timed_steps
 
 UNITS = 28
 NUMBERS = WIDTH * WIDTH  # of a unit; a weight in bf16 takes two bytes
@@ -61,21 +61,9 @@ class Machine:
         model = Chain(TimedBlock(WIDTH, backend, self.forward, self.backward) for _ in range(UNITS)).bfloat16()
         chosen = PipelineOptions(units=[TimedBlock], activations="keep", **options)
         pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=AutoPlanner())
-        optimizers = pipeline.optimizers
         optimizer = AdamW(model.parameters(), moments=moments)
-        seconds = []
-        for _ in range(steps):
-            begin = backend.now
-            loss = model(torch.ones(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum()
-            with optimizers.clipping.measuring_norms() if clips else optimizers.stepping_in_backward(optimizer):
-                loss.backward()
-            if clips:
-                optimizers.clipping.clip_grad_norm(model.parameters(), 1e9)
-                # steps wait for the norm, which is on the device when backward has ended
-                backend.main = backend.now
-            optimizer.step()
-            optimizer.zero_grad()
-            seconds.append(backend.now - begin)
+        x = torch.ones(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        seconds = timed_steps(pipeline, backend, optimizer, lambda: model(x).sum(), steps, not clips, clip=clips)
         return finish(pipeline, seconds)
 
     def bound(self, moments: str, clips: bool, k: int = 4) -> float:

@@ -8,11 +8,7 @@ CYCLES_IN_A_MICROSECOND = 1000
 
 
 def install(library: str) -> None:
-    """Give CUDA the kernels of the CPU.
-
-    Args:
-        library: The kernels, as `build` has compiled them.
-    """
+    """Give CUDA the kernels of the CPU, as `build` has compiled them."""
     torch.ops.load_library(library)
     torch.ops.second_device.take_over()
     # Libraries and kernels that exist for CUDA alone.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from . import language, multimodal, oddities, quantized, training, vision
+from . import language, oddities, quantized, training, vision
 from .case import Batch, Case
 
 CASES: dict[str, Case] = {
-    case.name: case for module in (language, vision, multimodal, training, oddities, quantized) for case in module.CASES
+    case.name: case for module in (language, vision, training, oddities, quantized) for case in module.CASES
 }
 
 __all__ = ["CASES", "Batch", "Case"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 12
 
@@ -100,6 +101,19 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        return x
+
+
+class Checkpointed(Chain):
+    """Each block is under a user's checkpoint."""
+
+    def __init__(self, blocks: Iterable[nn.Module], reentrant: bool = False) -> None:
+        super().__init__(blocks)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 

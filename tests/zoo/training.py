@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, RMSprop, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import WIDTH, Block, Chain, LoRALinear, chain, rows
+from .blocks import WIDTH, Block, Chain, Checkpointed, LoRALinear, chain, rows
 from .case import Batch, Case
 
 
@@ -179,19 +179,6 @@ class CheckpointInside(nn.Module):
         return x + self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
 
 
-class NestedCheckpoint(Chain):
-    """A checkpoint around blocks that checkpoint a part of themselves."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(CheckpointInside(reentrant) for _ in range(4))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
 def needs_grad(model: nn.Module, batch: Batch) -> Tensor:
     """Reentrant checkpoints need an input that requires grad."""
     return model(*(x.clone().requires_grad_() for x in batch))
@@ -288,7 +275,7 @@ def ids() -> Batch:
 CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
     "checkpointed-blocks": CheckpointedBlocks,
     "checkpoint-inside": lambda reentrant: Chain(CheckpointInside(reentrant) for _ in range(4)),
-    "nested-checkpoint": NestedCheckpoint,
+    "nested-checkpoint": lambda reentrant: Checkpointed((CheckpointInside(reentrant) for _ in range(4)), reentrant),
 }
 
 NEEDS_GRAD: dict[str, Any] = {"call": needs_grad, "autocast": True}

@@ -1,4 +1,4 @@
-"""Vision models: transformers, residual and plain convolutions, a U-Net."""
+"""Vision models: transformers, residual and plain convolutions, a U-Net; LLaVA, whose CLIP tower feeds a Llama."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchvision.models import ResNet, SwinTransformer
 from torchvision.models.resnet import Bottleneck
 
 from .case import Batch, Case, own_loss
-from .language import LAYERS
+from .language import LAYERS, SMALL, tokens
 
 CLASSES = 7
 
@@ -106,10 +106,31 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+IMAGE_TOKEN, PATCHES = 1, 4
+
+
+def llava() -> nn.Module:
+    """A CLIP tower whose last layer but one feeds a Llama: its last layer gets no gradient."""
+    vision = hf.CLIPVisionConfig(**LAYERS, image_size=8, patch_size=4, projection_dim=8)
+    text = hf.LlamaConfig(**{**SMALL, "max_position_embeddings": 32}, num_key_value_heads=2)
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
+    return hf.LlavaForConditionalGeneration(config).train()
+
+
+def llava_batch() -> Batch:
+    ids = torch.cat([torch.full((2, PATCHES), IMAGE_TOKEN), tokens()], 1)
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2, 3, 8, 8),
+        "labels": ids.masked_fill(ids == IMAGE_TOKEN, -100),
+    }
+
+
 CASES = [
     Case("vit", vit, vit_batch, own_loss, autocast=True, heavy=True),
     Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, autocast=True),
     Case("resnet50", small_resnet50, lambda: images(32), class_loss, image_call, heavy=True, autocast=True),
     Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
     Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True),
+    Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True),
 ]

@@ -35,12 +35,11 @@ class Scene:
         self.model(torch.ones(1, WIDTH)).sum().backward()
         self.optimizer.step()
 
-    def recorded(self, steps: int = 1) -> Recording:
+    def recorded(self) -> Recording:
         self.step()
         self.step()
         with self.pipeline.record() as recording:
-            for _ in range(steps):
-                self.step()
+            self.step()
         return recording
 
 
