@@ -26,7 +26,6 @@ from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.segment import MEASURED
-from sp_lightning.pipeline.weights.weight import Weight
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,11 +102,11 @@ class Clipping:
     def __init__(self, at_work: EngineAtWork) -> None:
         self._at_work = at_work
 
-    def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight]) -> None:
-        """Clip gradients of these weights, known by the identities of their masters, from now on."""
+    def work_with(self, steps: UnitSteps, gradients: Mapping[int, Gradient]) -> None:
+        """Clip these gradients of weights, known by the identities of their masters, from now on."""
         self._stream = steps.stream
         self._backend = steps.window.backend
-        self._weights = weights
+        self._gradients = gradients
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
@@ -139,7 +138,7 @@ class Clipping:
         Return None, and change nothing, if no weight streams, if torch has to read gradients, or if the norm is not
         finite. From the first call on, each backward pass measures norms.
         """
-        if not any(id(parameter) in self._weights for parameter in parameters):
+        if not any(id(parameter) in self._gradients for parameter in parameters):
             return None
         found_gradients = self._find_gradients(parameters)  # reads those of other models, as their users do
         with self._at_work:
@@ -224,8 +223,7 @@ class Clipping:
         """Find the gradients of parameters."""
         found_gradients = _FoundGradients()
         for parameter in parameters:
-            weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._stream.gradient_of[weight]
+            gradient = self._gradients.get(id(parameter))
             if gradient is not None:
                 gradient.check_readable()
             if gradient is not None and gradient.tensor is not None:
@@ -235,8 +233,8 @@ class Clipping:
                 if gradient.norm is None and gradient.is_on_device:
                     found_gradients.unmeasured.append(norm)
             elif (user_gradient := parameter.grad) is not None:
-                if weight is not None:
-                    found_gradients.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
+                if gradient is not None:
+                    found_gradients.why_torch_reads = f"the gradient of {gradient.weight.name!r} is the user's"
                 elif type(user_gradient) is not Tensor or user_gradient.layout is not torch.strided:
                     found_gradients.why_torch_reads = "a gradient is no plain tensor"
                 other_norm = _Norm(user_gradient)

@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_map_only
 from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
-from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
+from sp_lightning.pipeline.gradients.stream import refusal
 from sp_lightning.pipeline.torch_private import CodeOfStep, code_of_step, has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Weight
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything.
@@ -154,8 +153,7 @@ class OptimizerWeights:
     def __init__(
         self,
         optimizer: Optimizer,
-        weights: Mapping[int, Weight],
-        stream: GradientStream,
+        gradients: Mapping[int, Gradient],
     ) -> None:
         self.parameters = identities_of(optimizer)
         # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
@@ -164,11 +162,11 @@ class OptimizerWeights:
         self.others: list[list[nn.Parameter]] = [[] for _ in self.parameters]
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
-                weight = weights.get(id(parameter))
-                if weight is None:
+                gradient = gradients.get(id(parameter))
+                if gradient is None:
                     self.others[number].append(parameter)
-                elif not isinstance(weight, QuantizedWeight):  # quantized weights are not trained
-                    self.gradients[stream.gradient_of[weight]] = number
+                elif not isinstance(gradient.weight, QuantizedWeight):  # quantized weights are not trained
+                    self.gradients[gradient] = number
         self.weights = {gradient.weight for gradient in self.gradients}
         units = {weight.unit for weight in self.weights}
         # The units of the weights; the one that the next forward needs first comes first.

@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
@@ -44,17 +45,17 @@ from sp_lightning.pipeline.optimizer.kinds import (
 from sp_lightning.pipeline.optimizer.staying import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.weights.weight import Weight, used_in_step
-from sp_lightning.pipeline.window.arrangement import Arrangement
+from sp_lightning.pipeline.weights.weight import used_in_step
 
 
 class Optimizers:
     """The services of a pipeline to the optimizers of its weights."""
 
     def __init__(self, at_work: EngineAtWork, processes: Processes | None, overlaps: bool | str) -> None:
-        self.clipping = Clipping(at_work)
         self._at_work = at_work
-        self._weights: dict[int, Weight] = {}
+        self.clipping = Clipping(at_work)
+        # The gradients of weights, by the identities of masters. Weights that stay on the device have none here.
+        self._gradients: dict[int, Gradient] = {}
         self._processes = processes
         self._overlaps = overlaps
         # The optimizers that have stepped weights of the module, with the hooks that we put on them.
@@ -71,13 +72,12 @@ class Optimizers:
         # The step that began in backward, until its `step()` has been called.
         self._step_in_backward: EarlyStep | None = None
 
-    def work_with(self, steps: UnitSteps, arrangement: Arrangement, parameters: Collection[int]) -> None:
-        """Work from now on with these steps and this arrangement; `parameters` are identities of the module's."""
+    def work_with(self, steps: UnitSteps, parameters: Collection[int]) -> None:
+        """Work from now on with these steps and their gradients; `parameters` are identities of the module's."""
         self._steps = steps
-        # The weights by the identities of their masters; weights that stay on the device are not among them.
-        self._weights = {id(weight.master): weight for weight in arrangement.weights}
+        self._gradients = {id(weight.master): gradient for weight, gradient in steps.stream.gradient_of.items()}
         self._parameters = parameters
-        self.clipping.work_with(steps, self._weights)
+        self.clipping.work_with(steps, self._gradients)
 
     def have_weights_of(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has any of the module's parameters."""
@@ -210,7 +210,7 @@ class Optimizers:
         optimizer_weights = self._weights_by_optimizer.get(optimizer)
         if optimizer_weights is None or optimizer_weights.parameters != identities_of(optimizer):
             self._steps.settle()  # steps of the earlier weights work on the same state
-            optimizer_weights = OptimizerWeights(optimizer, self._weights, self._steps.stream)
+            optimizer_weights = OptimizerWeights(optimizer, self._gradients)
             self._weights_by_optimizer[optimizer] = optimizer_weights
         return optimizer_weights
 
@@ -264,7 +264,7 @@ class Optimizers:
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code, until weights have their places."""
         self._weights_by_optimizer.clear()  # they would keep memory that is given up now
-        self._weights = {}
+        self._gradients = {}
         self._step_in_backward = None
 
     def remove_hooks(self) -> None:
