@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from sp_lightning.optim.of_torch import scaling_of
@@ -89,7 +88,7 @@ class UnitSteps:
         self.window.stats.visits += 1
         return True
 
-    def _step_on_host(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> None:
+    def _step_on_host(self, unit: Unit, step: Step, inputs: dict[Gradient, StepInput]) -> None:
         """Have the thread step a unit, and then release the buffers that its gradients may lie in."""
         by_segment = dict.fromkeys([gradient.of_segment for gradient in inputs])
         updates: defaultdict[int, list[Update]] = defaultdict(list)
@@ -102,9 +101,11 @@ class UnitSteps:
             if gradient.is_on_device and tensor is gradient.tensor
         }
         if waiting:
-            late = self._bring_late(unit, waiting)
-            landed = {gradient: (tensor, inputs[gradient][1]) for gradient, tensor in late.landed.items()}
-            inputs = {**inputs, **landed}
+            late = LateGradients(unit.name, waiting, self.stream.routes.landing)
+            for gradient, tensor in late.landed.items():
+                inputs[gradient] = tensor, inputs[gradient][1]
+            self.window.stats.bytes_to_host += late.nbytes
+            self.window.stats.late_gradients += 1
             arrivals.append(late)  # it keeps the gradients on the device until the job has read them
             buffers.append(late.buffer)
         moved_bytes = 0
@@ -128,13 +129,6 @@ class UnitSteps:
         ticket = self._hand_over(unit, weights, job)
         for buffer in buffers:
             buffer.set_reader(ticket)
-
-    def _bring_late(self, unit: Unit, waiting: Mapping[Gradient, Tensor]) -> LateGradients:
-        """Copy the gradients of a unit that have waited on the device to the host, for a step there."""
-        late = LateGradients(unit.name, waiting, self.stream.routes.landing)
-        self.window.stats.bytes_to_host += late.nbytes
-        self.window.stats.late_gradients += 1
-        return late
 
     def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> Ticket:
         """Give the thread a job that changes weights of a unit; first come units that the next forward needs first."""
@@ -270,7 +264,7 @@ def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     for weight, gradient, _, _, factors in updates:
         factors = [factor for factor in factors if factor != 1]
         if factors or gradient.dtype != weight.dtype:
-            gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
+            gradient = gradient.to(weight.dtype, copy=True)
             for factor in factors:
                 gradient.mul_(factor)
         weight.grad = gradient
