@@ -186,9 +186,7 @@ class Optimizers:
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
         # Parameters may have moved since the optimizer was made.
-        for device in {parameter.device for parameter in parameters}:
-            there = [parameter for parameter in parameters if parameter.device == device]
-            move_state(optimizer, there, device)
+        move_state(optimizer, parameters)
         return True
 
     def _finish_steps(self, *_: object) -> None:
