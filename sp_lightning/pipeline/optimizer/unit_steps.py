@@ -32,7 +32,7 @@ from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import pack_state
 from sp_lightning.pipeline.optimizer.visit import Visits
-from sp_lightning.pipeline.processes.box import SharedMemory
+from sp_lightning.pipeline.processes.box import CounterTicket, SharedMemory
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped
 from sp_lightning.pipeline.weights.weight import Weight
@@ -154,7 +154,8 @@ class UnitSteps:
         self.window.finish_optimizer(unit)
         if unit.is_followed:
             weights = optimizer_weights.weights.intersection(unit.weights)
-            published = [memory.when_published(number) for memory, number in generations]
+            # the keeper's counter tells
+            published = [CounterTicket(memory.box, memory.counters[:1], number) for memory, number in generations]
             job = Job(partial(note_stepped, unit.segments, weights), published)
             self._hand_over(unit, weights, job)
         else:
