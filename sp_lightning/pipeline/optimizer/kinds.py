@@ -156,17 +156,19 @@ class OptimizerWeights:
         gradients: Mapping[int, Gradient],
     ) -> None:
         self.parameters = identities_of(optimizer)
-        # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
-        self.gradients: dict[Gradient, int] = {}
         # The parameters of each param group that are no weights.
-        self.others: list[list[nn.Parameter]] = [[] for _ in self.parameters]
-        for number, param_group in enumerate(optimizer.param_groups):
-            for parameter in param_group["params"]:
-                gradient = gradients.get(id(parameter))
-                if gradient is None:
-                    self.others[number].append(parameter)
-                elif not isinstance(gradient.weight, QuantizedWeight):  # quantized weights are not trained
-                    self.gradients[gradient] = number
+        self.others = [
+            [parameter for parameter in param_group["params"] if id(parameter) not in gradients]
+            for param_group in optimizer.param_groups
+        ]
+        # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
+        # Quantized weights are not trained.
+        self.gradients = {
+            gradients[identity]: number
+            for number, identities in enumerate(self.parameters)
+            for identity in identities
+            if identity in gradients and not isinstance(gradients[identity].weight, QuantizedWeight)
+        }
         self.weights = {gradient.weight for gradient in self.gradients}
         units = {weight.unit for weight in self.weights}
         # The units of the weights; the one that the next forward needs first comes first.

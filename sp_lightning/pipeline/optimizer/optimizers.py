@@ -114,12 +114,12 @@ class Optimizers:
                     f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
                     "step as in plain training."
                 )
-            self._steps.window.write_back_all()  # the step reads masters
+            window = self._steps.window
+            window.write_back_all()  # the step reads masters
             if self._step_in_backward is not None:
                 self._step_in_backward.check_promises(optimizer, optimizer_weights, why_not)
             if self._processes is not None:
                 # Another process may write to masters. Units that were stepped in backward are sent after that.
-                window = self._steps.window
                 window.finish_copies(unit for unit in window.units if not unit.update.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
@@ -140,9 +140,10 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
+        window = self._steps.window
         if optimizer not in self._known_optimizers:
             # Another optimizer may wrap this one, and copy the weights that it has stepped.
-            self._steps.window.suspect_all()
+            window.suspect_all()
             return
         with self._at_work:
             self._at_work.continuing_thread = None
@@ -153,7 +154,7 @@ class Optimizers:
                 self._step(optimizer, optimizer_weights)
             else:
                 for unit in optimizer_weights.units:
-                    self._steps.window.note_write(unit)  # the optimizer may have kept aliases
+                    window.note_write(unit)  # the optimizer may have kept aliases
                     self._steps.publish_step_without_gradients(unit, optimizer_weights)
             if self._step_in_backward is not None and self._step_in_backward.optimizer is optimizer:
                 self._step_in_backward.acknowledge()
@@ -165,8 +166,8 @@ class Optimizers:
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)
             self._steps.visits.end_step()
-            self._steps.window.suspect_all()
-            self._steps.window.stats.optimizer_steps += 1
+            window.suspect_all()
+            window.stats.optimizer_steps += 1
             self.steps_taken += 1
 
     @property

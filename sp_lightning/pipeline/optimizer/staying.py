@@ -43,8 +43,8 @@ HOST = torch.device("cpu")
 
 def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that the engine can manage, but that are not on the host."""
-    masters = [weight.master for weight in Tree(root, ()).weights.values()]
-    return [master for master in masters if master.device.type not in ("cpu", "meta")]
+    weights = Tree(root, ()).weights.values()
+    return [weight.master for weight in weights if weight.master.device.type not in ("cpu", "meta")]
 
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
@@ -141,10 +141,9 @@ class States:
         """Return the bytes that the state of parameters takes."""
         with without_torch_function():
             pairs = product(parameters, self.optimizers)
-            states = [optimizer.state.get(parameter, {}) for parameter, optimizer in pairs]
-        # Lists are made first, because the thread that steps may add state at the same time.
-        leaves = tree_leaves([list(state.values()) for state in states])
-        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            # Lists are made first, because the thread that steps may add state at the same time.
+            states = [list(optimizer.state.get(parameter, {}).values()) for parameter, optimizer in pairs]
+        return sum(leaf.nbytes for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
 
     def move(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
         """Move the state of parameters to a device."""
