@@ -175,8 +175,7 @@ class AcceleratorBackend(Backend):
         # kernels.
         updates = self._update_streams
         to_host = (self._down, updates[Kind.STATE_DOWN], updates[Kind.LATE_GRADIENTS])
-        sleeps = self.device.type == "cuda" and stream in to_host
-        flags = {"blocking": True} if sleeps else {}
+        flags = {"blocking": stream in to_host} if self.device.type == "cuda" else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
         ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin, self._on_device)
         with self._api.stream(stream):
