@@ -220,11 +220,12 @@ class Step:
                 self.awaited.add(weight.unit)
             if weight.unit.presence.suspect:
                 weight.locate_master()
-            state = self.optimizer.state.get(weight.master, {})
+            state: dict[str, Any] = {}
             settings = self.settings[self.optimizer_weights.gradients[gradient]]
-            if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
-                state = self.optimizer.state.setdefault(weight.master, state)
-                self.awaited.add(weight.unit)
+            if type(self.optimizer) is not SGD or settings["momentum"] != 0:  # otherwise torch keeps no state
+                state = self.optimizer.state[weight.master]
+                if not state:
+                    self.awaited.add(weight.unit)
             self.inputs_by_unit[weight.unit][gradient] = tensor, state
 
     @cached_property
