@@ -170,7 +170,7 @@ class Processes:
         self.look_at_copies()
         self.gather_in_step(None)
 
-    def gather_in_step(self, own: Any) -> list[Any]:
+    def gather_in_step(self, own: Any) -> Sequence[Any]:
         """Gather an object from each process at the same moment of a step.
 
         Raises:
@@ -183,7 +183,7 @@ class Processes:
                 "Each process must run backward and step equally often: `training_step` must not return "
                 "None in only some of them."
             )
-        return list(everyones)
+        return everyones
 
     @torch.no_grad()
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
