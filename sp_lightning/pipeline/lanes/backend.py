@@ -105,8 +105,7 @@ class Backend(ABC):
         # Lightning's sanity check comes first, in inference mode, and training cannot use tensors made there.
         with torch.inference_mode(False):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            if self.poison:
-                self.invalidate(memory)
+            self.invalidate(memory)
             return memory
 
     @abstractmethod
@@ -166,8 +165,9 @@ class Backend(ABC):
         """Block until no copy is in flight and no work is left."""
 
     def invalidate(self, memory: Tensor) -> None:
-        """Fill memory that must not be read with poison; this is called only if `poison` is on."""
-        memory.fill_(_POISON)
+        """Fill memory that must not be read with poison, if `poison` is on."""
+        if self.poison:
+            memory.fill_(_POISON)
 
     def pin(self, memory: Tensor) -> bool:
         """Pin host memory in place; return False if that is impossible."""
