@@ -208,7 +208,7 @@ class Engine:
         stream.routes.landing.size_for(units)
         if self.processes is not None and self.sums_gradients:
             stream.averages = Averages(gradients, self.window, stream.routes, self.processes)
-        self.optimizers.work_with(self.steps, arrangement, frozenset(self._names.values()))
+        self.optimizers.work_with(self.steps, frozenset(self._names.values()))
         on_device = [*self.module.buffers(), *arrangement.named_on_device.values()]
         self.meter.leave_out(on_device)
         self.staying.watch(arrangement)

@@ -57,7 +57,7 @@ PAGEABLE = {
     "optim/optimizers.py: _loaded": "a checkpoint is loaded",
     "pipeline/activations/snapshots.py: _digest": "the first calls of a unit that recomputes are looked at",
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
-    "pipeline/optimizer/clipping.py: multiply_others": "a factor, of what lives on the device",
+    "pipeline/optimizer/clipping.py: scale": "a factor, of what lives on the device",
     "pipeline/optimizer/clipping.py: measure_here": "norms, of what lives on the device: the host waits once",
     "pipeline/optimizer/staying.py: move": "buffers, as the module is attached",
     "pipeline/optimizer/staying.py: move_parameters": "a plan has a unit live on the device, or no longer",

@@ -78,6 +78,8 @@ KERNEL_SECONDS = 1e-5
 class AcceleratorBackend(Backend):
     """CUDA, and any other type of device for which torch has streams and events."""
 
+    kernel_seconds = KERNEL_SECONDS
+
     def __init__(self, device: torch.device, poison: bool = False, threads: int | None = None) -> None:
         super().__init__(device, poison, Worker("superpipeline-host", self._begin_work))
         self._threads = threads
@@ -97,7 +99,6 @@ class AcceleratorBackend(Backend):
             }
         self.pins = device.type == "cuda"
         self.memory_rate = self._memory_rate()
-        self.kernel_seconds = KERNEL_SECONDS
         self._refusals = 0  # how often the system has refused to pin memory
         if self.pins:
             use_expandable_segments(self._up)
@@ -128,17 +129,17 @@ class AcceleratorBackend(Backend):
             self._up.wait_stream(computing)
             return self._copy(self._up, target, source)
         computed = computing.record_event()
+        earlier = [after]
         # The device itself can wait for an update on it.
-        if after.is_issued and isinstance(issued := after.issued(), _StreamTicket):
-            self._up_behind_work.wait_event(issued.event)
-            self._up_behind_work.wait_event(computed)
-            return self._copy(self._up_behind_work, target, source)
+        if isinstance(after, DeferredTicket) and after.job.done:
+            self._up_behind_work.wait_event(_event_of(after))
+            earlier = []
 
         def issue() -> None:
             self._up_behind_work.wait_event(computed)
             deferred.ticket = self._copy(self._up_behind_work, target, source)
 
-        deferred = DeferredTicket(Job(issue, [after], rank=BEFORE_OTHER_WORK))
+        deferred = DeferredTicket(Job(issue, earlier, rank=BEFORE_OTHER_WORK))
         self.issue_when_ready(deferred.job)
         return deferred
 
@@ -174,8 +175,7 @@ class AcceleratorBackend(Backend):
         # kernels.
         updates = self._update_streams
         to_host = (self._down, updates[Kind.STATE_DOWN], updates[Kind.LATE_GRADIENTS])
-        sleeps = self.device.type == "cuda" and stream in to_host
-        flags = {"blocking": True} if sleeps else {}
+        flags = {"blocking": stream in to_host} if self.device.type == "cuda" else {}
         begin = self._api.Event(enable_timing=True) if self.timed else None
         ticket = _StreamTicket(self._api.Event(enable_timing=self.timed, **flags), begin, self._on_device)
         with self._api.stream(stream):

@@ -34,6 +34,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -87,12 +88,13 @@ class DeviceMemory(NamedTuple):
 class Backend(ABC):
     """A device as the engine sees it: computing, copies in both directions and work on the host, in parallel."""
 
+    timed = False  # whether new tickets record when they begin and end
+    pins = False  # whether host memory that is sent is pinned (page-locked)
+    # For the kernels of updates: the bytes of device memory that they move in a second, and how long each waits.
+    memory_rate = math.inf
+    kernel_seconds = 0.0
+
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
-        self.timed = False  # whether new tickets record when they begin and end
-        self.pins = False  # whether host memory that is sent is pinned (page-locked)
-        # For the kernels of updates: the bytes of device memory that they move in a second, and how long each waits.
-        self.memory_rate = math.inf
-        self.kernel_seconds = 0.0
         self.device = device
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
@@ -103,8 +105,7 @@ class Backend(ABC):
         # Lightning's sanity check comes first, in inference mode, and training cannot use tensors made there.
         with torch.inference_mode(False):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            if self.poison:
-                self.invalidate(memory)
+            self.invalidate(memory)
             return memory
 
     @abstractmethod
@@ -164,8 +165,9 @@ class Backend(ABC):
         """Block until no copy is in flight and no work is left."""
 
     def invalidate(self, memory: Tensor) -> None:
-        """Fill memory that must not be read with poison; this is called only if `poison` is on."""
-        memory.fill_(_POISON)
+        """Fill memory that must not be read with poison, if `poison` is on."""
+        if self.poison:
+            memory.fill_(_POISON)
 
     def pin(self, memory: Tensor) -> bool:
         """Pin host memory in place; return False if that is impossible."""
@@ -326,7 +328,7 @@ class Trace:
             spans = filter(None, (self._span(entry, origin) for entry in log.entries))
             recording.spans = sorted(spans, key=attrgetter("begin"))
             moments = [self._backend.seconds(origin.device, mark) for mark in marks]
-            recording.steps = list(zip(moments[:-1], moments[1:], strict=True))
+            recording.steps = list(pairwise(moments))
 
     def _span(self, entry: _TraceEntry, origin: Origin) -> Span | None:
         if entry.ticket is not None:

@@ -43,8 +43,7 @@ class HostBackend(Backend):
 
     @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        if self.poison:
-            self.invalidate(target)
+        self.invalidate(target)
         copy = partial(copy_memory, target, source)
         if after is None:
             return self._up.submit(Job(copy))
@@ -52,8 +51,7 @@ class HostBackend(Backend):
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
-        if self.poison:
-            self.invalidate(target)
+        self.invalidate(target)
         return self._down.submit(Job(partial(copy_memory, target, source)))
 
     @override

@@ -123,11 +123,6 @@ class Ticket(ABC):
         """Return its begin and end, in seconds since the origin; a copy has them if it was timed (`Backend.timed`)."""
         raise NotImplementedError
 
-    @property
-    def is_issued(self) -> bool:
-        """Whether `issued` would return at once."""
-        return True
-
     def issued(self) -> Ticket:
         """Return the ticket of the work on the device, for which computing can wait; block until it was issued."""
         return self
@@ -237,11 +232,6 @@ class DeferredTicket(Ticket):
     @override
     def interval(self, origin: Origin) -> tuple[float, float]:
         return self.issued().interval(origin)
-
-    @property
-    @override
-    def is_issued(self) -> bool:
-        return self.job.done
 
     @override
     def issued(self) -> Ticket:

@@ -26,7 +26,6 @@ from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import parameters_of
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.weights.segment import MEASURED
-from sp_lightning.pipeline.weights.weight import Weight
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,31 +54,32 @@ class _FoundGradients:
     Attributes:
         norms: The norms of all gradients, in the order of the parameters, in which torch adds them up.
         ours: The gradients of weights that the engine has.
-        others: The norms of the other gradients, which are in a `.grad`.
-        unmeasured: The norms of gradients on a device that did not measure them.
+        others: The other gradients, which are in a `.grad`.
+        unmeasured: The norms of the others, and of gradients on a device that did not measure them.
         why_torch_reads: The reason why torch has to read all gradients itself; None if it need not.
     """
 
     def __init__(self) -> None:
         self.norms: list[_Norm] = []
         self.ours: list[Gradient] = []
-        self.others: list[_Norm] = []
+        self.others: list[Tensor] = []
         self.unmeasured: list[_Norm] = []
         self.why_torch_reads: str | None = None
 
     def measure_here(self, dtype: torch.dtype) -> None:
         """Measure norms in this thread, which has computed the gradients; the host waits once for each device."""
-        missing = [*self.others, *self.unmeasured]
-        for device in {each.gradient.device for each in missing}:
-            missing_there = [each for each in missing if each.gradient.device == device]
+        for device in {each.gradient.device for each in self.unmeasured}:
+            missing_there = [each for each in self.unmeasured if each.gradient.device == device]
             norms = torch._foreach_norm([each.gradient for each in missing_there], 2, dtype)
             for each, norm in zip(missing_there, torch.stack(norms).cpu(), strict=True):
                 each.norm = norm
 
-    def multiply_others(self, factor: Tensor) -> None:
-        """Multiply the other gradients, wherever they are, by a factor on the host."""
+    def scale(self, factor: Tensor) -> None:
+        """Multiply gradients by a factor on the host: ours when they are read, the others now, wherever they are."""
+        for gradient in self.ours:
+            gradient.scale(factor)
         for other in self.others:
-            other.gradient.mul_(factor)
+            other.mul_(factor)
 
 
 def _total(norms: Sequence[_Norm], dtype: torch.dtype) -> Tensor:
@@ -103,11 +103,11 @@ class Clipping:
     def __init__(self, at_work: EngineAtWork) -> None:
         self._at_work = at_work
 
-    def work_with(self, steps: UnitSteps, weights: Mapping[int, Weight]) -> None:
-        """Clip gradients of these weights, known by the identities of their masters, from now on."""
+    def work_with(self, steps: UnitSteps, gradients: Mapping[int, Gradient]) -> None:
+        """Clip these gradients of weights, known by the identities of their masters, from now on."""
         self._stream = steps.stream
         self._backend = steps.window.backend
-        self._weights = weights
+        self._gradients = gradients
 
     @contextmanager
     def measuring_norms(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Clipping:
         Return None, and change nothing, if no weight streams, if torch has to read gradients, or if the norm is not
         finite. From the first call on, each backward pass measures norms.
         """
-        if not any(id(parameter) in self._weights for parameter in parameters):
+        if not any(id(parameter) in self._gradients for parameter in parameters):
             return None
         found_gradients = self._find_gradients(parameters)  # reads those of other models, as their users do
         with self._at_work:
@@ -174,10 +174,7 @@ class Clipping:
                 # A norm may overflow though all elements are finite.
                 if not gradient_norm.measure(torch.float32).isfinite():
                     overflow |= not gradient_norm.gradient.isfinite().all()
-            factor = inverse_scale.clone()
-            for gradient in ours:
-                gradient.scale(factor)
-            found_gradients.multiply_others(inverse_scale)
+            found_gradients.scale(inverse_scale.clone())
             return overflow
 
     def _clip_norm(self, found_gradients: _FoundGradients, max_norm: float) -> None:
@@ -191,13 +188,11 @@ class Clipping:
         # torch takes a tensor for a number, too: otherwise the factor would be rounded
         job = Job(partial(_find_factor, found_gradients.norms, float(max_norm), factor), landed)
         ticket = self._backend.work(job)
-        for gradient in ours:
-            gradient.scale(factor)
         for of_segment in by_segment:
             of_segment.ticket = ticket
         if found_gradients.others:
             ticket.join()
-            found_gradients.multiply_others(factor)
+        found_gradients.scale(factor)
 
     def _why_torch_clips(self, found_gradients: _FoundGradients) -> str | None:
         """Return why norms would have other bits than torch's; None if they have the same."""
@@ -207,7 +202,7 @@ class Clipping:
         if not ours:
             return "all gradients are on the GPU, where torch computes their norms without waiting"
         dtypes = {gradient.weight.dtype for gradient in ours}
-        dtypes.update(other.gradient.dtype for other in found_gradients.others)
+        dtypes.update(other.dtype for other in found_gradients.others)
         if len(dtypes) != 1 or not dtypes <= MEASURED:
             return "gradients are of several dtypes, or of one whose norms do not travel"
         factors = ours[0].factors
@@ -224,8 +219,7 @@ class Clipping:
         """Find the gradients of parameters."""
         found_gradients = _FoundGradients()
         for parameter in parameters:
-            weight = self._weights.get(id(parameter))
-            gradient = None if weight is None else self._stream.gradient_of[weight]
+            gradient = self._gradients.get(id(parameter))
             if gradient is not None:
                 gradient.check_readable()
             if gradient is not None and gradient.tensor is not None:
@@ -235,11 +229,12 @@ class Clipping:
                 if gradient.norm is None and gradient.is_on_device:
                     found_gradients.unmeasured.append(norm)
             elif (user_gradient := parameter.grad) is not None:
-                if weight is not None:
-                    found_gradients.why_torch_reads = f"the gradient of {weight.name!r} is the user's"
+                if gradient is not None:
+                    found_gradients.why_torch_reads = f"the gradient of {gradient.weight.name!r} is the user's"
                 elif type(user_gradient) is not Tensor or user_gradient.layout is not torch.strided:
                     found_gradients.why_torch_reads = "a gradient is no plain tensor"
-                other_norm = _Norm(user_gradient)
-                found_gradients.others.append(other_norm)
-                found_gradients.norms.append(other_norm)
+                norm = _Norm(user_gradient)
+                found_gradients.norms.append(norm)
+                found_gradients.others.append(user_gradient)
+                found_gradients.unmeasured.append(norm)
         return found_gradients

@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_map_only
 from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
-from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
+from sp_lightning.pipeline.gradients.stream import refusal
 from sp_lightning.pipeline.torch_private import CodeOfStep, code_of_step, has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.leaf import TwinParameter
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Weight
 
 BY_ELEMENT = (Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, Rprop)
 """Optimizers that treat each element by itself: exactly these classes, as subclasses may do anything.
@@ -154,21 +153,22 @@ class OptimizerWeights:
     def __init__(
         self,
         optimizer: Optimizer,
-        weights: Mapping[int, Weight],
-        stream: GradientStream,
+        gradients: Mapping[int, Gradient],
     ) -> None:
         self.parameters = identities_of(optimizer)
-        # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
-        self.gradients: dict[Gradient, int] = {}
         # The parameters of each param group that are no weights.
-        self.others: list[list[nn.Parameter]] = [[] for _ in self.parameters]
-        for number, param_group in enumerate(optimizer.param_groups):
-            for parameter in param_group["params"]:
-                weight = weights.get(id(parameter))
-                if weight is None:
-                    self.others[number].append(parameter)
-                elif not isinstance(weight, QuantizedWeight):  # quantized weights are not trained
-                    self.gradients[stream.gradient_of[weight]] = number
+        self.others = [
+            [parameter for parameter in param_group["params"] if id(parameter) not in gradients]
+            for param_group in optimizer.param_groups
+        ]
+        # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
+        # Quantized weights are not trained.
+        self.gradients = {
+            gradients[identity]: number
+            for number, identities in enumerate(self.parameters)
+            for identity in identities
+            if identity in gradients and not isinstance(gradients[identity].weight, QuantizedWeight)
+        }
         self.weights = {gradient.weight for gradient in self.gradients}
         units = {weight.unit for weight in self.weights}
         # The units of the weights; the one that the next forward needs first comes first.
@@ -220,11 +220,12 @@ class Step:
                 self.awaited.add(weight.unit)
             if weight.unit.presence.suspect:
                 weight.locate_master()
-            state = self.optimizer.state.get(weight.master, {})
+            state: dict[str, Any] = {}
             settings = self.settings[self.optimizer_weights.gradients[gradient]]
-            if not state and (type(self.optimizer) is not SGD or settings["momentum"] != 0):
-                state = self.optimizer.state.setdefault(weight.master, state)
-                self.awaited.add(weight.unit)
+            if type(self.optimizer) is not SGD or settings["momentum"] != 0:  # otherwise torch keeps no state
+                state = self.optimizer.state[weight.master]
+                if not state:
+                    self.awaited.add(weight.unit)
             self.inputs_by_unit[weight.unit][gradient] = tensor, state
 
     @cached_property

@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
@@ -44,17 +45,17 @@ from sp_lightning.pipeline.optimizer.kinds import (
 from sp_lightning.pipeline.optimizer.staying import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.weights.weight import Weight, used_in_step
-from sp_lightning.pipeline.window.arrangement import Arrangement
+from sp_lightning.pipeline.weights.weight import used_in_step
 
 
 class Optimizers:
     """The services of a pipeline to the optimizers of its weights."""
 
     def __init__(self, at_work: EngineAtWork, processes: Processes | None, overlaps: bool | str) -> None:
-        self.clipping = Clipping(at_work)
         self._at_work = at_work
-        self._weights: dict[int, Weight] = {}
+        self.clipping = Clipping(at_work)
+        # The gradients of weights, by the identities of masters. Weights that stay on the device have none here.
+        self._gradients: dict[int, Gradient] = {}
         self._processes = processes
         self._overlaps = overlaps
         # The optimizers that have stepped weights of the module, with the hooks that we put on them.
@@ -71,13 +72,12 @@ class Optimizers:
         # The step that began in backward, until its `step()` has been called.
         self._step_in_backward: EarlyStep | None = None
 
-    def work_with(self, steps: UnitSteps, arrangement: Arrangement, parameters: Collection[int]) -> None:
-        """Work from now on with these steps and this arrangement; `parameters` are identities of the module's."""
+    def work_with(self, steps: UnitSteps, parameters: Collection[int]) -> None:
+        """Work from now on with these steps and their gradients; `parameters` are identities of the module's."""
         self._steps = steps
-        # The weights by the identities of their masters; weights that stay on the device are not among them.
-        self._weights = {id(weight.master): weight for weight in arrangement.weights}
+        self._gradients = {id(weight.master): gradient for weight, gradient in steps.stream.gradient_of.items()}
         self._parameters = parameters
-        self.clipping.work_with(steps, self._weights)
+        self.clipping.work_with(steps, self._gradients)
 
     def have_weights_of(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has any of the module's parameters."""
@@ -114,12 +114,12 @@ class Optimizers:
                     f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
                     "step as in plain training."
                 )
-            self._steps.window.write_back_all()  # the step reads masters
+            window = self._steps.window
+            window.write_back_all()  # the step reads masters
             if self._step_in_backward is not None:
                 self._step_in_backward.check_promises(optimizer, optimizer_weights, why_not)
             if self._processes is not None:
                 # Another process may write to masters. Units that were stepped in backward are sent after that.
-                window = self._steps.window
                 window.finish_copies(unit for unit in window.units if not unit.update.is_ahead)
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
@@ -140,9 +140,10 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
+        window = self._steps.window
         if optimizer not in self._known_optimizers:
             # Another optimizer may wrap this one, and copy the weights that it has stepped.
-            self._steps.window.suspect_all()
+            window.suspect_all()
             return
         with self._at_work:
             self._at_work.continuing_thread = None
@@ -153,7 +154,7 @@ class Optimizers:
                 self._step(optimizer, optimizer_weights)
             else:
                 for unit in optimizer_weights.units:
-                    self._steps.window.note_write(unit)  # the optimizer may have kept aliases
+                    window.note_write(unit)  # the optimizer may have kept aliases
                     self._steps.publish_step_without_gradients(unit, optimizer_weights)
             if self._step_in_backward is not None and self._step_in_backward.optimizer is optimizer:
                 self._step_in_backward.acknowledge()
@@ -165,8 +166,8 @@ class Optimizers:
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)
             self._steps.visits.end_step()
-            self._steps.window.suspect_all()
-            self._steps.window.stats.optimizer_steps += 1
+            window.suspect_all()
+            window.stats.optimizer_steps += 1
             self.steps_taken += 1
 
     @property
@@ -186,9 +187,7 @@ class Optimizers:
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
         ]
         # Parameters may have moved since the optimizer was made.
-        for device in {parameter.device for parameter in parameters}:
-            there = [parameter for parameter in parameters if parameter.device == device]
-            move_state(optimizer, there, device)
+        move_state(optimizer, parameters)
         return True
 
     def _finish_steps(self, *_: object) -> None:
@@ -210,7 +209,7 @@ class Optimizers:
         optimizer_weights = self._weights_by_optimizer.get(optimizer)
         if optimizer_weights is None or optimizer_weights.parameters != identities_of(optimizer):
             self._steps.settle()  # steps of the earlier weights work on the same state
-            optimizer_weights = OptimizerWeights(optimizer, self._weights, self._steps.stream)
+            optimizer_weights = OptimizerWeights(optimizer, self._gradients)
             self._weights_by_optimizer[optimizer] = optimizer_weights
         return optimizer_weights
 
@@ -264,7 +263,7 @@ class Optimizers:
     def leave_weights(self) -> None:
         """Leave all steps to the optimizers' own code, until weights have their places."""
         self._weights_by_optimizer.clear()  # they would keep memory that is given up now
-        self._weights = {}
+        self._gradients = {}
         self._step_in_backward = None
 
     def remove_hooks(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,22 +33,21 @@ def pack_state(unit: Unit, optimizer: Optimizer) -> None:
     for segment in unit.segments:
         with without_torch_function():
             states = [optimizer.state.get(weight.master, {}) for weight in segment.weights]
-        found: list[tuple[dict[str, Any], str, Tensor]] = []
-        for name in dict.fromkeys(chain.from_iterable(states)):
-            for state in states:
-                value = state.get(name)
-                # A count of steps is read on the host, and a tensor without elements has no address.
-                if isinstance(value, Tensor) and name != "step" and value.numel():
-                    found.append((state, name, value))
+        # A count of steps is read on the host, and a tensor without elements has no address.
+        found = [
+            (state, name, value)
+            for name in dict.fromkeys(chain.from_iterable(states))
+            for state in states
+            if isinstance(value := state.get(name), Tensor) and name != "step" and value.numel()
+        ]
         if not found:
             continue
         offsets, nbytes = lay_out([value.nbytes for *_, value in found])
         segment.memory.pin()
         before = segment.memory.companions.get("state")
-        if before is not None:
-            if [value.data_ptr() - before.bytes.data_ptr() for *_, value in found] == offsets:
-                continue
-            segment.memory.release_companion("state")
+        if before is not None and [value.data_ptr() - before.bytes.data_ptr() for *_, value in found] == offsets:
+            continue
+        segment.memory.release_companion("state")
         memory = segment.memory.get_companion("state", nbytes, pin=True).bytes
         for (state, name, value), offset in zip(found, offsets, strict=True):
             state[name] = tensor_in(memory, offset, value, value.dtype).copy_(value)

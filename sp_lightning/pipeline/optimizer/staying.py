@@ -43,8 +43,8 @@ HOST = torch.device("cpu")
 
 def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that the engine can manage, but that are not on the host."""
-    masters = [weight.master for weight in Tree(root, ()).weights.values()]
-    return [master for master in masters if master.device.type not in ("cpu", "meta")]
+    weights = Tree(root, ()).weights.values()
+    return [weight.master for weight in weights if weight.master.device.type not in ("cpu", "meta")]
 
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
@@ -69,11 +69,12 @@ def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
 
     modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
     # parameters that consist of other tensors are hidden from `_apply`, which would exchange all that they are
-    hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and contains_others(parameter):
-                hidden.append((module._parameters, name, parameter))
+    hidden = [
+        (module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and contains_others(parameter)
+    ]
     for parameters_of_module, name, _ in hidden:
         parameters_of_module[name] = None
     vars(root)["_apply"] = apply
@@ -92,37 +93,40 @@ def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) ->
     """
     for parameter in parameters:
         if parameter.device != device:
-            owner = nn.Module()
-            owner.register_parameter("parameter", parameter)
             with torch.inference_mode(parameter.is_inference()):
-                owner.to(device)
+                nn.ParameterList([parameter]).to(device)
 
 
 def copy_parameters(parameters: Iterable[nn.Parameter]) -> None:
     """Give parameters memory of their own, with their values."""
     for parameter in parameters:
         for part in parts_of(parameter):
-            part.data = part.data.clone(memory_format=torch.preserve_format)
+            part.data = part.data.clone()
 
 
 # --------------------------------------------------------------------------- units that stay with all their state
 
 
-def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move the optimizer's state of parameters to a device, as `Optimizer.load_state_dict` does."""
+def move_state(
+    optimizer: Optimizer,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device | None = None,
+) -> None:
+    """Move the optimizer's state of parameters to a device, or to theirs, as `Optimizer.load_state_dict` does."""
     moving = set(map(id, parameters))
     # looking state up by a guarded weight would wait for its gradient
     with without_torch_function():
         for group in optimizer.param_groups:
-            counts_there = device.type == "cpu" or group.get("fused") or group.get("capturable")
             for parameter in group["params"]:
                 if id(parameter) not in moving:
                     continue
+                target = device or parameter.device
+                counts_there = target.type == "cpu" or group.get("fused") or group.get("capturable")
                 state = optimizer.state.get(parameter, {})
                 # a copy, because a step of a backward may make state at the same time
                 for key, value in state.copy().items():
                     if key != "step" or counts_there:
-                        moved = tree_map_only(Tensor, partial(torch.Tensor.to, device=device), value)
+                        moved = tree_map_only(Tensor, partial(torch.Tensor.to, device=target), value)
                         if moved is not value:
                             state[key] = moved
 
@@ -137,10 +141,9 @@ class States:
         """Return the bytes that the state of parameters takes."""
         with without_torch_function():
             pairs = product(parameters, self.optimizers)
-            states = [optimizer.state.get(parameter, {}) for parameter, optimizer in pairs]
-        # Lists are made first, because the thread that steps may add state at the same time.
-        leaves = tree_leaves([list(state.values()) for state in states])
-        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            # Lists are made first, because the thread that steps may add state at the same time.
+            states = [list(optimizer.state.get(parameter, {}).values()) for parameter, optimizer in pairs]
+        return sum(leaf.nbytes for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
 
     def move(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
         """Move the state of parameters to a device."""

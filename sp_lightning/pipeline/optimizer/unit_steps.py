@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from sp_lightning.optim.of_torch import scaling_of
@@ -33,7 +32,7 @@ from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import pack_state
 from sp_lightning.pipeline.optimizer.visit import Visits
-from sp_lightning.pipeline.processes.box import SharedMemory
+from sp_lightning.pipeline.processes.box import CounterTicket, SharedMemory
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped
 from sp_lightning.pipeline.weights.weight import Weight
@@ -89,7 +88,7 @@ class UnitSteps:
         self.window.stats.visits += 1
         return True
 
-    def _step_on_host(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> None:
+    def _step_on_host(self, unit: Unit, step: Step, inputs: dict[Gradient, StepInput]) -> None:
         """Have the thread step a unit, and then release the buffers that its gradients may lie in."""
         by_segment = dict.fromkeys([gradient.of_segment for gradient in inputs])
         updates: defaultdict[int, list[Update]] = defaultdict(list)
@@ -102,9 +101,11 @@ class UnitSteps:
             if gradient.is_on_device and tensor is gradient.tensor
         }
         if waiting:
-            late = self._bring_late(unit, waiting)
-            landed = {gradient: (tensor, inputs[gradient][1]) for gradient, tensor in late.landed.items()}
-            inputs = {**inputs, **landed}
+            late = LateGradients(unit.name, waiting, self.stream.routes.landing)
+            for gradient, tensor in late.landed.items():
+                inputs[gradient] = tensor, inputs[gradient][1]
+            self.window.stats.bytes_to_host += late.nbytes
+            self.window.stats.late_gradients += 1
             arrivals.append(late)  # it keeps the gradients on the device until the job has read them
             buffers.append(late.buffer)
         moved_bytes = 0
@@ -128,13 +129,6 @@ class UnitSteps:
         ticket = self._hand_over(unit, weights, job)
         for buffer in buffers:
             buffer.set_reader(ticket)
-
-    def _bring_late(self, unit: Unit, waiting: Mapping[Gradient, Tensor]) -> LateGradients:
-        """Copy the gradients of a unit that have waited on the device to the host, for a step there."""
-        late = LateGradients(unit.name, waiting, self.stream.routes.landing)
-        self.window.stats.bytes_to_host += late.nbytes
-        self.window.stats.late_gradients += 1
-        return late
 
     def _hand_over(self, unit: Unit, weights: Set[Weight], job: Job) -> Ticket:
         """Give the thread a job that changes weights of a unit; first come units that the next forward needs first."""
@@ -160,7 +154,8 @@ class UnitSteps:
         self.window.finish_optimizer(unit)
         if unit.is_followed:
             weights = optimizer_weights.weights.intersection(unit.weights)
-            published = [memory.when_published(number) for memory, number in generations]
+            # the keeper's counter tells
+            published = [CounterTicket(memory.box, memory.counters[:1], number) for memory, number in generations]
             job = Job(partial(note_stepped, unit.segments, weights), published)
             self._hand_over(unit, weights, job)
         else:
@@ -270,7 +265,7 @@ def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     for weight, gradient, _, _, factors in updates:
         factors = [factor for factor in factors if factor != 1]
         if factors or gradient.dtype != weight.dtype:
-            gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
+            gradient = gradient.to(weight.dtype, copy=True)
             for factor in factors:
                 gradient.mul_(factor)
         weight.grad = gradient

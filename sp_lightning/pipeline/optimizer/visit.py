@@ -96,7 +96,7 @@ class Visit(DeferredTicket):
         self._unit.update.to_begin = None
         self._is_placed = in_place
         note_stepped([segment], segment.weights)
-        if in_place and backend.poison:
+        if in_place:
             backend.invalidate(segment.place)
         # computing has waited for all copies that read the masters
         self._earlier = backend.computed()

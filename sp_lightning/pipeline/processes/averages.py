@@ -177,8 +177,7 @@ class Averages:
         self._finish_exchanges(early)
 
     def _exchange_ready(self, early: StepInBackward | None) -> None:
-        while self._to_come:
-            of_segment = next(iter(self._to_come))
+        for of_segment in list(self._to_come):
             if of_segment not in self._ready:
                 break
             self._finish_exchanges(early)
@@ -236,12 +235,12 @@ class Averages:
     @torch.no_grad()
     def _download(self, of_segment: SegmentGradients, exchange: _Exchange) -> Ticket:
         """Add up this process's share of a run, and bring it to the sums."""
-        run, staging, begin = exchange.run, exchange.staging, exchange.begin
+        run, staging, begin, everyones, work = exchange
         processes = self._processes
-        exchange.work.wait()
+        work.wait()
         dtype = torch.promote_types(run.sum_dtype, torch.float32)
-        total = torch.zeros_like(exchange.everyones[0], dtype=dtype)
-        for part in exchange.everyones:
+        total = torch.zeros_like(everyones[0], dtype=dtype)
+        for part in everyones:
             total.add_(part, alpha=1 / processes.count)
         if processes.machines > 1:
             dist.all_reduce(total, group=processes.cross_machine_group)
@@ -291,8 +290,8 @@ class Averages:
                 others.update({weight.name: weight.master for weight in of_segment.segment.weights})
         gradients = {name: other.grad for name, other in others.items() if other.grad is not None}
         is_sparse = any(gradient.layout is not torch.strided for gradient in gradients.values())
-        here = [gradient for sums in self._exchanged.values() for gradient in sums.brought_here]
-        brought = [gradient.weight.name for gradient in here]
+        exchanged = self._exchanged.values()
+        brought = [gradient.weight.name for sums in exchanged for gradient in sums.brought_here]
         everyones = self._processes.gather_in_step((brought, list(gradients), is_sparse))
         everyones_brought, names, are_sparse = zip(*everyones, strict=True)
         self._adopt(set().union(*everyones_brought))

@@ -67,17 +67,17 @@ class Box:
                 path = f"/proc/{os.getpid()}/fd/{file}"
             except OSError as error:
                 why_failed = str(error)
-        everyones = self.gather((list(names), nbytes, path, why_failed))
+        everyones = self.gather(((list(names), nbytes), path, why_failed))
         if not all(isinstance(request, tuple) for request in everyones):
             raise RuntimeError("Another process of this machine could not place its weights; see its error.")
-        keeper_names, keeper_nbytes, path, why_failed = everyones[0]
+        keepers, path, why_failed = everyones[0]
         if why_failed:
             raise OSError(why_failed)
-        for rank, (other_names, other_nbytes, _, _) in enumerate(everyones):
-            if (other_names, other_nbytes) != (keeper_names, keeper_nbytes):
+        for rank, (others, _, _) in enumerate(everyones):
+            if others != keepers:
                 raise RuntimeError(
                     f"Processes 0 and {rank} of this machine place their weights differently: "
-                    f"{keeper_names[:1]} and {other_names[:1]} come next. Freeze, add or convert the same "
+                    f"{keepers[0][:1]} and {others[0][:1]} come next. Freeze, add or convert the same "
                     "weights in all processes."
                 )
         try:
@@ -189,10 +189,6 @@ class SharedMemory:
         """Tell the others that this process has published a generation."""
         self.counters[self.box.rank] = number
 
-    def when_published(self, number: int) -> Ticket:
-        """Return a ticket that is done when the keeper has published a generation."""
-        return CounterTicket(self.box, self.counters[:1], number)
-
 
 class CounterTicket(Ticket):
     """A ticket that is done when all of these counters, in memory that processes share, have reached a number."""
@@ -205,10 +201,10 @@ class CounterTicket(Ticket):
 
     @override
     def join(self) -> None:
-        while not self.done:
+        while not self._is_reached:
+            if self._box.failure is not None:
+                raise self._box.failure
             self.join_briefly()
-        if not self._is_reached and self._box.failure is not None:
-            raise self._box.failure
 
     @override
     def join_briefly(self) -> None:

@@ -72,8 +72,8 @@ class Processes:
             ValueError: The processes have built different models.
         """
         self.steps = 0
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        own_model = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        own_model = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
         everyones = self.gather(own_model)
         for rank, others in enumerate(everyones):
             for ours, theirs in zip_longest(everyones[0], others):
@@ -150,14 +150,14 @@ class Processes:
             RuntimeError: This is a step in an evaluation, or processes have taken different numbers of steps.
             ValueError: The optimizer cannot step shared weights.
         """
-        if self.averages and self.trains:
-            self.steps += 1
         name = type(optimizer).__name__
         if not self.trains:
             raise RuntimeError(
                 f"{name} updates weights in an evaluation step. Each process does so separately, but the "
                 "processes of this machine share the weights. Use `Trainer(devices=1)`."
             )
+        if self.averages:
+            self.steps += 1
         # It is imported here, as it imports FSDP, which takes a second.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -170,7 +170,7 @@ class Processes:
         self.look_at_copies()
         self.gather_in_step(None)
 
-    def gather_in_step(self, own: Any) -> list[Any]:
+    def gather_in_step(self, own: Any) -> Sequence[Any]:
         """Gather an object from each process at the same moment of a step.
 
         Raises:
@@ -183,7 +183,7 @@ class Processes:
                 "Each process must run backward and step equally often: `training_step` must not return "
                 "None in only some of them."
             )
-        return list(everyones)
+        return everyones
 
     @torch.no_grad()
     def average(self, parameters: Iterable[nn.Parameter]) -> None:

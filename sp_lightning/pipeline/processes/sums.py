@@ -62,6 +62,10 @@ class SharedSums:
         come_as_expected: Whether gradients of this pass come in the expected dtypes, in all processes.
     """
 
+    # set as a pass of all processes begins
+    adds_to_earlier: bool
+    come_as_expected: bool
+
     def __init__(self, of_segment: SegmentGradients) -> None:
         gradients = of_segment.gradients
         masters = of_segment.segment.memory
@@ -88,8 +92,6 @@ class SharedSums:
         self.norms = dict(zip(gradients, norms.view(torch.float32).unbind(), strict=True))
         self.brought_here: list[Gradient] = []
         self.brought_anywhere: list[Gradient] = []
-        self.adds_to_earlier = False
-        self.come_as_expected = False
 
     # A pass of all processes has a number, which is the same in all.
 

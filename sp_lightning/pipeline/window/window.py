@@ -270,8 +270,7 @@ class Window(MasterAccess):
             if unit.is_reached:
                 unit.leave(is_over=False)
             self._discard(unit)
-            if self.backend.poison:
-                self.backend.invalidate(unit.presence.place)
+            self.backend.invalidate(unit.presence.place)
         self._occupants.discard(unit)
         for segment in unit.segments:
             segment.epoch_on_device = NOTHING
