@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
-from sp_lightning.pipeline.weights.leaf import DepartedLeaf, EagerLeaf, TwinParameter
+from sp_lightning.pipeline.weights.departed import DepartedLeaf
+from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.units.unit import Unit
