@@ -25,9 +25,9 @@ from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, WindowPlan
 from sp_lightning.pipeline.gradients.gradient_memory import three_buffers
 from sp_lightning.pipeline.optimizer import pieces
+from sp_lightning.pipeline.placing import arrangement
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
-from sp_lightning.pipeline.window import arrangement
 
 from .helpers import RaiseInBackward, Run, Trace, assert_same_trace, frozen, note_gradients, note_state
 from .lightning_modules import trainer

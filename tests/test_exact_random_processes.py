@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from sp_lightning import optim
 from sp_lightning.pipeline.engine import Engine, Planner
-from sp_lightning.pipeline.window.places import WindowPlan
+from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.planning import AutoPlanner
 
 from .helpers import Trace, assert_close_trace, assert_same_trace

@@ -32,7 +32,7 @@ ROOMS = ["optim", "pipeline", "planning", "timeline", "trainer", "entrance"]
 
 # The same within the engine: what all may use, the engine's rooms, and what brings them together.
 ENGINE = [
-    "basics", "lanes", "processes", "weights", "units", "window", "activations", "gradients", "averages",
+    "basics", "lanes", "processes", "weights", "units", "window", "placing", "activations", "gradients", "averages",
     "stream", "optimizer", "calls", "whole", "story",
 ]  # fmt: skip
 BASICS = {"options", "stats", "host_memory", "torch_private", "operations", "graphs", "tensors_in"}
@@ -103,7 +103,7 @@ def engine_room_of(module: str) -> str:
     if len(parts) > 2 and parts[2] in BASICS:
         return "basics"
     if module.endswith(
-        ("pipeline.pipeline", "pipeline.placement", "calls.story", "calls.calls")
+        ("pipeline.pipeline", "placing.placement", "calls.story", "calls.calls")
     ):  # above all that they tell
         return "story"
     own = {"averages": "averages", "sums": "averages", "stream": "stream"}  # the stream has averages, these gradients

@@ -64,7 +64,7 @@ def train(shared: bool) -> tuple[int, int]:
     summary = pipeline.summary()
     of_the_device = summary.device_bytes + summary.gradient_bytes  # which here is the host
     taken = pss() - before - of_the_device - pipeline._engine.stream.routes.landing.nbytes()
-    with mock.patch("sp_lightning.pipeline.window.places.available_host_memory", return_value=0):
+    with mock.patch("sp_lightning.pipeline.placing.places.available_host_memory", return_value=0):
         pipeline._engine.place_weights()  # all that it needs is there already
     dist.barrier()
     pipeline.detach()

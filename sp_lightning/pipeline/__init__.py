@@ -35,10 +35,10 @@ from sp_lightning.pipeline.lanes.lanes import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.optimizer.kinds import Afterwards
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.pipeline import Pipeline
+from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats, Work, readable_bytes
 from sp_lightning.pipeline.summary import Summary, as_table
-from sp_lightning.pipeline.window.places import WindowPlan
 
 __all__ = [
     "AcceleratorBackend",

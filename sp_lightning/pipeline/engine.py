@@ -32,13 +32,13 @@ from sp_lightning.pipeline.optimizer.staying import StayingUnits, move_all_but_p
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.placing.arrangement import Arrangement, Learned
+from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
-from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
-from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
 
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none

@@ -23,12 +23,12 @@ from sp_lightning.pipeline.operations import autocast_dtype
 from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.optimizer.staying import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.options import PipelineOptions
+from sp_lightning.pipeline.placing.arrangement import Arrangement
+from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
 from sp_lightning.pipeline.units.tree import check_module
-from sp_lightning.pipeline.window.arrangement import Arrangement
-from sp_lightning.pipeline.window.places import WindowPlan
 
 _attached: set[Pipeline] = set()
 

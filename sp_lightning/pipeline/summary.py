@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sp_lightning.pipeline.engine import Engine
+from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.pipeline.window.places import WindowPlan
 
 
 @dataclass(frozen=True)

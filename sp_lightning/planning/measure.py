@@ -26,9 +26,9 @@ from sp_lightning.pipeline import Engine, Kind, Lane, Recording, Span
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.optimizer.kinds import parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.options import Policy
+from sp_lightning.pipeline.placing.places import sent_bytes
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
-from sp_lightning.pipeline.window.places import sent_bytes
 from sp_lightning.planning.memory import bytes_meanwhile, bytes_of_piece, bytes_of_pieces, ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workload
 

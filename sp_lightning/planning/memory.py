@@ -29,7 +29,7 @@ from sp_lightning.pipeline.gradients.gradient_memory import landing_buffers, thr
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of
 from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
-from sp_lightning.pipeline.window.places import place_in_arena
+from sp_lightning.pipeline.placing.places import place_in_arena
 from sp_lightning.planning.work import Choice, UnitWork, Way, Workload
 
 _TAKE_TWICE = (Adadelta, Adagrad, Rprop)

@@ -162,7 +162,7 @@ def test_a_share_of_unknown_memory_warns() -> None:
 @pytest.mark.parametrize("free", [None, 1 << 40, 20_000])
 def test_host_memory_that_suffices_or_not(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is needed and how much there is; frozen weights need less."""
-    monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: free)
+    monkeypatch.setattr("sp_lightning.pipeline.placing.places.available_host_memory", lambda: free)
     module = model()
     if free == 20_000:
         with unchanged(module), pytest.raises(ValueError, match=r"CPU memory is too small: .* needed.*19.5 KiB are"):
@@ -173,7 +173,7 @@ def test_host_memory_that_suffices_or_not(free: int | None, monkeypatch: pytest.
 
 def test_gradients_may_take_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device has a limit, what the host has no room for may wait there."""
-    monkeypatch.setattr("sp_lightning.pipeline.window.places.available_host_memory", lambda: 20_000)
+    monkeypatch.setattr("sp_lightning.pipeline.placing.places.available_host_memory", lambda: 20_000)
     with superpipeline(model(), "cpu", units=Block, memory_budget="1MB") as pipeline:
         assert 0 < pipeline.waiting.host_bytes < 20_000
 

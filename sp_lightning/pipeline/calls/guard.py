@@ -28,12 +28,12 @@ from sp_lightning.pipeline.calls.backward import BackwardPass
 from sp_lightning.pipeline.graphs import Graphs
 from sp_lightning.pipeline.lanes.at_work import FORKED, EngineAtWork, optimizer_steps
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
+from sp_lightning.pipeline.placing.arrangement import Arrangement
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import in_backward, in_transform, zeroing
 from sp_lightning.pipeline.units.presence import Residency
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become, form_of
-from sp_lightning.pipeline.window.arrangement import Arrangement
 
 
 class Guard:

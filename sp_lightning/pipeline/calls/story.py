@@ -35,7 +35,7 @@ from sp_lightning.pipeline.calls.nodes import CallToCome, RunningCall, before_ba
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.placement import PlacementPolicy
+from sp_lightning.pipeline.placing.placement import PlacementPolicy
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error

@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.host_memory import has_room_for
+from sp_lightning.pipeline.placing.arrangement import Arrangement
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import contains_others, parts_of, without_torch_function
 from sp_lightning.pipeline.units.tree import Tree
-from sp_lightning.pipeline.window.arrangement import Arrangement
 
 HOST = torch.device("cpu")
 

@@ -62,7 +62,7 @@ SOME = 6 * UNIT + 3 * UNIT  # three buffers for what waits, three landing buffer
 
 @pytest.fixture(name="little_host_memory")
 def _little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = "sp_lightning.pipeline.window.arrangement.room_for_gradients"
+    where = "sp_lightning.pipeline.placing.arrangement.room_for_gradients"
     monkeypatch.setattr(where, lambda *_, **__: 1.05 * SOME)
 
 

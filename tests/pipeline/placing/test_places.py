@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sp_lightning.pipeline.window.places import place_in_arena
+from sp_lightning.pipeline.placing.places import place_in_arena
 
 SIZES = st.lists(st.integers(1, 50).map(lambda n: 256 * n), max_size=20)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.options import PipelineOptions, parse_bytes
+from sp_lightning.pipeline.placing.places import WindowPlan, choose_device_layout, room_for_gradients
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import is_compiled
 from sp_lightning.pipeline.units.finder import find_units
@@ -25,7 +26,6 @@ from sp_lightning.pipeline.weights.autocast import Autocasts, Casts
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.segment import HostMemory, Segment, sent_together
 from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become
-from sp_lightning.pipeline.window.places import WindowPlan, choose_device_layout, room_for_gradients
 
 
 class Learned:
@@ -81,9 +81,9 @@ class Learned:
             containers = [  # modules that are never called: their parents call their children
                 member.name
                 for member in members
-                if weight in [entry.weight for entry in member.entries]
-                and member.entered == 0
+                if member.entered == 0
                 and any(member.module.children())
+                and weight in [entry.weight for entry in member.entries]
             ]
             self.divided.update(containers)
             if not containers:

@@ -10,9 +10,9 @@ import torch
 
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.graphs import Opener
+from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.window.places import WindowPlan
 
 
 class PlacementPolicy:
