@@ -128,10 +128,15 @@ class _Pass:
             self._visit_in_backward(self._compute.free)
             self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
             self._visit_in_backward(math.inf)
-            self._step()
+        turn, moved = self._compute.free, (self.up.moved, self.down.moved)
+        self._step()
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
-        return max(self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host))
+        ends = [self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host)]
+        if self._workload.stepping == "after backward":
+            # all steps of the host begin with forward, and share its memory with forward's copies
+            ends.append(turn + self._copying_seconds(self._bytes_on_host, moved))
+        return max(ends)
 
     def _slowed(self) -> float:
         """Return how much longer computing takes because copies and updates take some of the device's memory."""
@@ -143,13 +148,14 @@ class _Pass:
                 moved += unit.visit_up + unit.visit_down + unit.visit_traffic
         return 1 + _WAITS_FOR_MEMORY * moved / self._machine.device_memory / max(computing, 1e-9)
 
-    def _copying_seconds(self, stepped: int) -> float:
-        """Return how long all copies so far keep their shared resources busy: the link, and the memory of the host.
+    def _copying_seconds(self, stepped: int, before: tuple[float, float] = (0.0, 0.0)) -> float:
+        """Return how long copies keep their shared resources busy: the link, and the memory of the host.
 
-        Steps on the host, of `stepped` bytes, leave the rest of the memory's bandwidth to copies, or copies wait.
+        These are all copies so far, but for the bytes `before`, up and down. Steps on the host, of `stepped` bytes,
+        leave the rest of the memory's bandwidth to copies, or copies wait.
         """
         machine = self._machine
-        up, down = self.up.moved, self.down.moved
+        up, down = self.up.moved - before[0], self.down.moved - before[1]
         in_memory = (up + down + stepped) / machine.host_memory
         if stepped and machine.host_memory > machine.host:
             in_memory = min(in_memory, (up + down) / (machine.host_memory - machine.host))
