@@ -127,16 +127,11 @@ class _Pass:
             # these visits crowd its copies; forward need not wait for others
             self._visit_in_backward(self._compute.free)
             self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
+            self._step()
             self._visit_in_backward(math.inf)
-        turn, moved = self._compute.free, (self.up.moved, self.down.moved)
-        self._step()
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
-        ends = [self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host)]
-        if self._workload.stepping == "after backward":
-            # all steps of the host begin with forward, and share its memory with forward's copies
-            ends.append(turn + self._copying_seconds(self._bytes_on_host, moved))
-        return max(ends)
+        return max(self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host))
 
     def _slowed(self) -> float:
         """Return how much longer computing takes because copies and updates take some of the device's memory."""
@@ -148,14 +143,13 @@ class _Pass:
                 moved += unit.visit_up + unit.visit_down + unit.visit_traffic
         return 1 + _WAITS_FOR_MEMORY * moved / self._machine.device_memory / max(computing, 1e-9)
 
-    def _copying_seconds(self, stepped: int, before: tuple[float, float] = (0.0, 0.0)) -> float:
-        """Return how long copies keep their shared resources busy: the link, and the memory of the host.
+    def _copying_seconds(self, stepped: int) -> float:
+        """Return how long all copies so far keep their shared resources busy: the link, and the memory of the host.
 
-        These are all copies so far, but for the bytes `before`, up and down. Steps on the host, of `stepped` bytes,
-        leave the rest of the memory's bandwidth to copies, or copies wait.
+        Steps on the host, of `stepped` bytes, leave the rest of the memory's bandwidth to copies, or copies wait.
         """
         machine = self._machine
-        up, down = self.up.moved - before[0], self.down.moved - before[1]
+        up, down = self.up.moved, self.down.moved
         in_memory = (up + down + stepped) / machine.host_memory
         if stepped and machine.host_memory > machine.host:
             in_memory = min(in_memory, (up + down) / (machine.host_memory - machine.host))
@@ -194,14 +188,21 @@ class _Pass:
                 break
             self._early.pop()
             self._ready[number] = self._visit(number, self._come[number])
+            if not self._early:
+                # by then, backward's copies have taken their part, too
+                self._ready[number] = max(self._ready[number], self._copying_seconds(self._bytes_on_host))
 
     def _visit(self, number: int, ready: float) -> float:
         """Have a unit visit; return when it is over."""
-        unit = self._units[number]
+        unit, machine = self._units[number], self._machine
         # gradients that were added up lie on the host, unless they wait on the device
         is_there = self._workload.gradients_stay or number in self._waiting
         up = unit.visit_up if is_there else unit.visit_up + unit.gradient_bytes
-        self._visited = max(ready, self._visited) + self._machine.visit(unit, up)
+        begin, seconds = max(ready, self._visited), machine.visit(unit, up)
+        # beside steps on the host, copies have what these leave of its memory
+        left = max(machine.host_memory - machine.host, machine.host_memory / 4)
+        stepped = max(self._host.free, self._bytes_on_host / machine.host)
+        self._visited = max(begin + seconds, min(begin + (up + unit.visit_down) / left, stepped))
         self.up.moved += up
         self.down.moved += unit.visit_down
         return self._visited

