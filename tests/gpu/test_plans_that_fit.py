@@ -22,7 +22,7 @@ from sp_lightning import Assumptions, SuperpipelineStrategy, loss_in_slices, pla
 from sp_lightning.optim import on_device
 from sp_lightning.pipeline.optimizer import pieces
 from sp_lightning.planning import memory
-from sp_lightning.planning.assumptions import OF_SYSTEM
+from sp_lightning.planning.assumptions import OF_CONTEXT, OF_SYSTEM, as_sold
 from sp_lightning.planning.report import Row
 from sp_lightning.trainer import checkpoint_io
 
@@ -73,7 +73,7 @@ def draw(seed: int) -> Drawn:
             tokens=rows * length,
             length=length,
             loss=draw.choice(["whole", "chunked"]),
-            device_memory=int(numbers * draw.uniform(3, 16)) + 2**22,
+            device_memory=OF_CONTEXT + int(numbers * draw.uniform(3, 16)) + 2**22,
         )
         if given.precision == "bf16-true":
             given = replace(given, moments=draw.choice([None, "fp32", "int8"]))
@@ -127,9 +127,9 @@ def test_what_is_planned_to_fit_does(
     model = Model(drawn)
     steps = STEPS * given.accumulate
     words = torch.randint(drawn.config.vocab_size, (drawn.rows * steps, given.tokens // drawn.rows))
-    with room(device, given.device_bytes + LITTLE):
+    with room(device, given.device_bytes - OF_CONTEXT + LITTLE):
         trainer = L.Trainer(
-            strategy=SuperpipelineStrategy(memory_budget=int(0.9 * given.device_bytes)),
+            strategy=SuperpipelineStrategy(memory_budget=given.device_room),
             accelerator=accelerator,
             devices=1,
             precision=given.precision,
@@ -140,7 +140,7 @@ def test_what_is_planned_to_fit_does(
         )
         trainer.fit(model, DataLoader(words, batch_size=drawn.rows))
     taken = api.max_memory_allocated(device) - before
-    assert taken <= SLACK * given.device_bytes
+    assert taken <= SLACK * (given.device_bytes - OF_CONTEXT)
     assert model.host_bytes <= SLACK * step.host_bytes
 
 
@@ -168,8 +168,8 @@ def test_clipped_and_accumulated_where_host_memory_is_short(
     numbers = sum(weight.numel() for weight in meta.parameters())
     scale = numbers / EIGHT
     given = Assumptions(
-        device_memory=int(device_gib * 2**30 * scale) + 2**22,
-        host_memory=OF_SYSTEM + int(58 * 2**30 * scale),
+        device_memory=OF_CONTEXT + int(device_gib * 2**30 * scale) + 2**22,
+        host_memory=as_sold(OF_SYSTEM + int(58 * 2**30 * scale)),
         precision="bf16-true",
         moments="int8",
         gradient_clip_val=1.0,
@@ -179,7 +179,7 @@ def test_clipped_and_accumulated_where_host_memory_is_short(
     )
     row = plan(meta, given).rows[0]
     assert row.step is not None
-    limit = given.host_bytes - OF_SYSTEM
+    limit = given.host_room
     model = Model(Drawn(CONFIG, 2, row)).bfloat16()
     taken: list[int] = []
 
@@ -198,9 +198,9 @@ def test_clipped_and_accumulated_where_host_memory_is_short(
     before = api.memory_allocated(device)
     api.reset_peak_memory_stats(device)
     words = torch.randint(CONFIG.vocab_size, (2 * STEPS * accumulate, 64))
-    with room(device, given.device_bytes + LITTLE):
+    with room(device, given.device_bytes - OF_CONTEXT + LITTLE):
         trainer = L.Trainer(
-            strategy=SuperpipelineStrategy(memory_budget=int(0.9 * given.device_bytes)),
+            strategy=SuperpipelineStrategy(memory_budget=given.device_room),
             accelerator=accelerator,
             devices=1,
             precision="bf16-true",
@@ -210,7 +210,7 @@ def test_clipped_and_accumulated_where_host_memory_is_short(
             barebones=True,
         )
         trainer.fit(model, DataLoader(words, batch_size=2))
-    assert api.max_memory_allocated(device) - before <= SLACK * given.device_bytes
+    assert api.max_memory_allocated(device) - before <= SLACK * (given.device_bytes - OF_CONTEXT)
     assert max(model.host_bytes, *taken) <= SLACK * limit
     assert model.late_gradients > 0
 
@@ -257,8 +257,8 @@ def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
         meta = LlamaForCausalLM(CONFIG)
     numbers = sum(weight.numel() for weight in meta.parameters())
     given = Assumptions(
-        device_memory=8 * numbers + 2**25,
-        host_memory=OF_SYSTEM + int(4.4 * numbers),
+        device_memory=OF_CONTEXT + 8 * numbers + 2**25,
+        host_memory=as_sold(OF_SYSTEM + int(4.4 * numbers)),
         precision="bf16-true",
         moments="int8",
         gradient_clip_val=clip,
@@ -267,7 +267,7 @@ def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
     )
     row = plan(meta, given).rows[0]
     assert row.step is not None
-    limit = given.host_bytes - OF_SYSTEM
+    limit = given.host_room
     model = Saves(Drawn(CONFIG, 2, row), tmp_path / "saved.ckpt").bfloat16()
     taken: list[int] = []
 
@@ -279,7 +279,7 @@ def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
         monkeypatch.setattr(f"sp_lightning.{where}.available_host_memory", free)
     monkeypatch.setattr("sp_lightning.pipeline.host_memory.available_host_memory", free)
     trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(memory_budget=int(0.9 * given.device_bytes)),
+        strategy=SuperpipelineStrategy(memory_budget=given.device_room),
         accelerator=accelerator,
         devices=1,
         precision="bf16-true",
