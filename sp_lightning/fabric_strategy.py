@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from sp_lightning.arguments import StrategyWithOptions
 from sp_lightning.pipeline import Pipeline, open_steps
+from sp_lightning.pipeline.calls.masters import in_graphs
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.planning import AutoPlanner
@@ -255,7 +256,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
                     scopes.enter_context(pipeline.optimizers.clipping.measuring_norms())
             # the graph was built with others
             if kwargs.get("inputs") is not None and self.pipelines:
-                kwargs["inputs"] = self.pipelines[0].backward_inputs(tree_leaves(kwargs["inputs"]))
+                kwargs["inputs"] = in_graphs(tree_leaves(kwargs["inputs"]))
             type(self.precision).backward(self.precision, loss, *args, **kwargs)
 
     @override

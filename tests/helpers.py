@@ -156,12 +156,12 @@ def assert_same_trace(expected: Trace, actual: Trace, shown: int = 8) -> None:
         raise AssertionError("not bit-equal to plain training:\n  " + "\n  ".join(problems[:shown]) + more)
 
 
-def assert_close_trace(expected: Trace, actual: Trace) -> None:
+def assert_close_trace(expected: Trace, actual: Trace, atol: float = 1e-5) -> None:
     """The same, to rounding."""
     assert list(expected) == list(actual)
     for label, value in expected.items():
         if isinstance(value, Tensor):
-            close = torch.allclose(actual[label].double(), value.double(), rtol=1e-4, atol=1e-5)
+            close = torch.allclose(actual[label].double(), value.double(), rtol=1e-4, atol=atol)
             assert close, f"{label}: {describe_difference(value, actual[label])}"
 
 
@@ -201,51 +201,40 @@ def train(case: Case, plan: Plan, model: nn.Module, trace: Trace, scope: Scope, 
     torch.manual_seed(7)
     random.seed(7)
 
+    def one_step(label: str, scope: Scope) -> None:
+        """One optimizer step over ``plan.accumulate`` micro-batches."""
+        cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast, cache_enabled=plan.cast_cache)
+        if case.train_step is not None:
+            with scope(), cast:
+                note_outputs(trace, label, list(case.train_step(model, next(batches), optimizers)))
+            note_state(trace, label, model, optimizers)
+            return
+        for micro in range(plan.accumulate):
+            here = f"{label} / micro-batch {micro}"
+            with scope():
+                losses = case.forward_backward(model, next(batches), cast)
+                note_outputs(trace, f"{here} / loss", losses)
+                note_gradients(trace, here, parameters)  # complete when backward returns, still inside of the step
+        if plan.clip is not None:
+            trace[f"{label} / norm"] = frozen(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        note_state(trace, label, model, optimizers)
+
     if plan.sanity:
         evaluate(case, model, trace, "sanity check", scope, torch.inference_mode)
     for step in range(plan.steps):
-        one_step(case, plan, model, parameters, optimizers, batches, trace, f"step {step}", scope)
+        one_step(f"step {step}", scope)
         if step == 0:
             evaluate(case, model, trace, "validation after step 0", scope, torch.inference_mode)
     for mode in (torch.no_grad, torch.inference_mode):
         evaluate(case, model, trace, f"eval under {mode.__name__}", scope, mode)
     detach()
     note_state(trace, "after detach", model, optimizers)
-    one_step(case, plan, model, parameters, optimizers, batches, trace, "a plain step after detach", nullcontext)
+    one_step("a plain step after detach", nullcontext)
     if case.seen is not None:
         note_outputs(trace, "seen by user hooks", case.seen(model))
-
-
-def one_step(
-    case: Case,
-    plan: Plan,
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    optimizers: list[Optimizer],
-    batches: Iterator[Batch],
-    trace: Trace,
-    label: str,
-    scope: Scope,
-) -> None:
-    """One optimizer step over ``plan.accumulate`` micro-batches."""
-    cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast, cache_enabled=plan.cast_cache)
-    if case.train_step is not None:
-        with scope(), cast:
-            note_outputs(trace, label, list(case.train_step(model, next(batches), optimizers)))
-        note_state(trace, label, model, optimizers)
-        return
-    for micro in range(plan.accumulate):
-        here = f"{label} / micro-batch {micro}"
-        with scope():
-            losses = case.forward_backward(model, next(batches), cast)
-            note_outputs(trace, f"{here} / loss", losses)
-            note_gradients(trace, here, parameters)  # complete when backward returns, still inside of the step
-    if plan.clip is not None:
-        trace[f"{label} / norm"] = frozen(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    note_state(trace, label, model, optimizers)
 
 
 def evaluate(
@@ -260,33 +249,26 @@ def evaluate(
         module.training = flag
 
 
-@dataclass
-class Fingerprint:
-    """What a plain module looks like from outside; an attached and detached one must look the same."""
-
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def of(model: nn.Module) -> Fingerprint:
-        """Classes, attributes, hooks, and what kind of tensors the parameters are."""
-        facts: dict[str, Any] = {}
-        for name, module in model.named_modules():
-            facts[f"class of {name!r}"] = f"{type(module).__module__}.{type(module).__qualname__}"
-            facts[f"attributes of {name!r}"] = sorted(module.__dict__)
-            facts[f"hooks of {name!r}"] = {k: len(v) for k, v in module.__dict__.items() if k.endswith("_hooks") and v}
-            own = module.named_parameters(recurse=False, remove_duplicate=False)
-            facts[f"parameters of {name!r}"] = [key for key, _ in own]
-        for name, parameter in model.named_parameters():
-            facts[f"parameter {name!r}"] = (
-                type(parameter), parameter.device, parameter.dtype, parameter.stride(), parameter.requires_grad,
-                sorted(parameter.__dict__), len(parameter._backward_hooks or ()),
-                len(parameter._post_accumulate_grad_hooks or ()),
-            )  # fmt: skip
-        for name, buffer in model.named_buffers():
-            facts[f"buffer {name!r}"] = (type(buffer), buffer.device, buffer.dtype)
-        facts["pickles"] = can(lambda: pickle.loads(pickle.dumps(model)))
-        facts["deepcopies"] = can(lambda: copy.deepcopy(model))
-        return Fingerprint(facts)
+def facts_of(model: nn.Module) -> Trace:
+    """Classes, attributes, hooks and tensors of a plain module, as a detached one must have them, too."""
+    facts: Trace = {}
+    for name, module in model.named_modules():
+        facts[f"class of {name!r}"] = f"{type(module).__module__}.{type(module).__qualname__}"
+        facts[f"attributes of {name!r}"] = sorted(module.__dict__)
+        facts[f"hooks of {name!r}"] = {k: len(v) for k, v in module.__dict__.items() if k.endswith("_hooks") and v}
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        facts[f"parameters of {name!r}"] = [key for key, _ in own]
+    for name, parameter in model.named_parameters():
+        facts[f"parameter {name!r}"] = (
+            type(parameter), parameter.device, parameter.dtype, parameter.stride(), parameter.requires_grad,
+            sorted(parameter.__dict__), len(parameter._backward_hooks or ()),
+            len(parameter._post_accumulate_grad_hooks or ()),
+        )  # fmt: skip
+    for name, buffer in model.named_buffers():
+        facts[f"buffer {name!r}"] = (type(buffer), buffer.device, buffer.dtype)
+    facts["pickles"] = can(lambda: pickle.loads(pickle.dumps(model)))
+    facts["deepcopies"] = can(lambda: copy.deepcopy(model))
+    return facts
 
 
 def can(action: Callable[[], object]) -> bool:
@@ -299,22 +281,23 @@ def can(action: Callable[[], object]) -> bool:
 
 
 @functools.cache
-def plain_run(name: str, plan: Plan) -> tuple[Trace, Fingerprint]:
+def plain_run(name: str, plan: Plan) -> tuple[Trace, Trace]:
     """The reference, once per process: a plain PyTorch loop."""
     return reference_of(CASES[name], plan)
 
 
-def reference_of(case: Case, plan: Plan) -> tuple[Trace, Fingerprint]:
+def reference_of(case: Case, plan: Plan) -> tuple[Trace, Trace]:
+    """What is seen of a plain training, and the facts of its module."""
     model, trace = case.model(), Trace()
     train(case, plan, model, trace, nullcontext, lambda: None)
-    return trace, Fingerprint.of(model)
+    return trace, facts_of(model)
 
 
 def assert_exact(
     case: Case,
     options: PipelineOptions,
     plan: Plan,
-    reference: tuple[Trace, Fingerprint] | None = None,
+    reference: tuple[Trace, Trace] | None = None,
     planner: Planner | None = None,
 ) -> None:
     """Train through a Pipeline and through a plain loop: everything is bit-equal, and the module is given back."""
@@ -324,12 +307,9 @@ def assert_exact(
     before, threads = dict(model.named_parameters()), set(threading.enumerate())
     classes = {module: type(module) for module in model.modules()}
 
-    pipe = Pipeline(model, "cpu", options=replace(options, units=case.units), planner=planner)
-    assert same_objects(before, dict(model.named_parameters())), "attaching replaced a Parameter object"
-    try:
+    with Pipeline(model, "cpu", options=replace(options, units=case.units), planner=planner) as pipe:
+        assert same_objects(before, dict(model.named_parameters())), "attaching replaced a Parameter object"
         train(case, plan, model, actual, pipe.step, pipe.detach)
-    finally:
-        pipe.detach()
     assert_same_trace(expected, actual)
 
     assert pipe.stats.resets == 0, "nothing went wrong, yet the pipeline was reset"
@@ -338,7 +318,7 @@ def assert_exact(
     assert same_objects(before, dict(model.named_parameters())), "detaching replaced a Parameter object"
     # not `==`, as a gate's class equals the plain one
     assert all(type(module) is classes[module] for module in model.modules()), "a class was not given back"
-    assert_same_facts(plain, Fingerprint.of(model))
+    assert_same_trace(plain, facts_of(model))
     assert set(threading.enumerate()) <= threads, "a worker thread outlived detach()"
 
 
@@ -399,11 +379,8 @@ class Run:
 def attached(model: nn.Module, planner: Planner | None = None, **options: Any) -> Iterator[Pipeline]:
     """A pipeline over a model of Blocks, each of them a unit, with delays and poison; always detached."""
     defaults = {"k": 2, "k_prime": 1, "units": is_block, "debug": True}
-    pipe = Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}), planner=planner)
-    try:
+    with Pipeline(model, "cpu", options=PipelineOptions(**{**defaults, **options}), planner=planner) as pipe:
         yield pipe
-    finally:
-        pipe.detach()
 
 
 CAPTURES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
@@ -416,10 +393,10 @@ CAPTURES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @contextmanager
-def torchs_defaults(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
-    """What torch makes where nobody says which dtype and device it is to have."""
+def torchs_defaults(dtype: torch.dtype | None, device: str = "cpu") -> Iterator[None]:
+    """What torch makes where nobody says which dtype, if that is another one, and device it is to have."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype or before)
     try:
         with nullcontext() if device == "cpu" else torch.device(device):
             yield
@@ -511,18 +488,6 @@ def same_objects(left: dict[str, nn.Parameter], right: dict[str, nn.Parameter]) 
     return left.keys() == right.keys() and all(left[name] is right[name] for name in left)
 
 
-def assert_same_facts(expected: Fingerprint, actual: Fingerprint) -> None:
-    """The detached module looks like one that was never attached."""
-    different = {
-        key: (expected.facts.get(key), actual.facts.get(key))
-        for key in expected.facts.keys() | actual.facts.keys()
-        if expected.facts.get(key) != actual.facts.get(key)
-    }
-    assert not different, "the detached module is not plain (plain, detached):\n" + "\n".join(
-        f"  {key}: {pair[0]!r} != {pair[1]!r}" for key, pair in list(different.items())[:8]
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------- exceptions
 
 
@@ -569,6 +534,10 @@ def fail(run: Run, error: type[BaseException], where: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- Lightning
 
 
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+"""Arguments of a Trainer that says and saves nothing."""
+
+
 class ZooModule(L.LightningModule):
     """A zoo entry as a LightningModule that writes down what happens to it."""
 
@@ -609,20 +578,9 @@ def lightning_run(case: Case, strategy: Any, precision: str = "32-true", acceler
     torch.manual_seed(7)
     module = ZooModule(case, trace)
     automatic = case.train_step is None
-    trainer = L.Trainer(
-        accelerator=accelerator,
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=1,
-        accumulate_grad_batches=case.accumulate if automatic else 1,
-        gradient_clip_val=case.clip if automatic else None,
-        val_check_interval=2 * case.accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    how = {"accumulate_grad_batches": case.accumulate, "gradient_clip_val": case.clip} if automatic else {}
+    where = {"accelerator": accelerator, "devices": 1, "strategy": strategy, "precision": precision}
+    trainer = L.Trainer(**where, **how, **QUIET, max_epochs=1, val_check_interval=2 * case.accumulate)
     train, validate = ([*case.batches(count)] for count in (3 * case.accumulate, 1))
     torch.manual_seed(7)
     trainer.fit(module, DataLoader(train, batch_size=None), DataLoader(validate, batch_size=None))

@@ -150,16 +150,3 @@ def everything(trainer: Any, folder: Path) -> dict[str, Any]:
         for number, state in torch.load(path)["state"].items():
             seen |= {f"file {path.relative_to(folder)} {number} {name}": value for name, value in state.items()}
     return seen
-
-
-def same(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """The names of what differs."""
-    both = expected.keys() & found.keys()
-    differing = [
-        name
-        for name in both
-        if not (torch.equal if isinstance(expected[name], torch.Tensor) else lambda a, b: a == b)(
-            expected[name], found[name]
-        )
-    ]
-    return sorted({*differing, *(expected.keys() ^ found.keys())})

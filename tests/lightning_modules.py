@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.callback import PREFIX
 from sp_lightning.pipeline import Planner, Stats
 
-from .helpers import Trace, assert_same_trace, frozen, note_outputs, note_state
+from .helpers import QUIET, Trace, assert_same_trace, frozen, note_outputs, note_state
 from .zoo.blocks import WIDTH as BLOCK_WIDTH
 from .zoo.blocks import Chain, Gated
 from .zoo.quantized import Int8Weight
@@ -67,9 +67,13 @@ class Base(L.LightningModule):
         strategy = self.trainer.strategy
         assert self.device == strategy.root_device
         assert getattr(strategy, "pipeline", True) is not None
-        for block in self.blocks:
+        for block in self.path():
             x = block(x)
         return self.head(x)
+
+    def path(self) -> Iterable[nn.Module]:
+        """The blocks that a forward calls, in order."""
+        return self.blocks
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -179,15 +183,7 @@ def streamed(**arguments: Any) -> Strategy:
 
 def trainer(strategy: Strategy | str, **arguments: Any) -> L.Trainer:
     """A quiet Trainer on the CPU."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
+    defaults: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **QUIET}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return L.Trainer(strategy=strategy, **{**defaults, **arguments})
@@ -311,15 +307,9 @@ def fit_placed(
     torch.manual_seed(1)
     trained = module(make)
     batches = [torch.randn(5, BLOCK_WIDTH) for _ in range(6 * accumulate)]
+    how |= {"accelerator": accelerator, "gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
     with mock.patch("sp_lightning.strategy.AutoPlanner", return_value=planner):
-        ours = trainer(
-            strategy,
-            accelerator=accelerator,
-            max_epochs=1,
-            gradient_clip_val=clip,
-            accumulate_grad_batches=accumulate,
-            **how,
-        )
+        ours = trainer(strategy, max_epochs=1, **how)
         ours.fit(trained, DataLoader(batches, batch_size=None))
     note_state(trained.trace, "end", trained, ours.optimizers)
     return trained.trace, trained.stats

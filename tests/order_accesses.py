@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim import passes
-from sp_lightning.pipeline.gradients import landing, routes
+from sp_lightning.pipeline.gradients import routes, waiting
 from sp_lightning.pipeline.lanes.lanes import do_nothing
 from sp_lightning.pipeline.optimizer import clipping, unit_steps, visit
 from sp_lightning.pipeline.processes.sums import SharedSums
@@ -40,9 +40,9 @@ def _nothing(*_: Any) -> Accesses:
 
 
 def _of_step(_: None, unit: Unit, step: Any, updates: Any, *args: Any) -> Accesses:
-    pairs = [pair for of_group in updates.values() for pair in of_group]
-    reads = [each for work, factors in pairs for each in (work.gradient, *factors)]
-    return reads, [each for work, _ in pairs for each in (work.weight, work.copy, *tree_leaves(work.state))]
+    of_all = [update for of_group in updates.values() for update in of_group]
+    reads = [each for _, gradient, _, _, factors in of_all for each in (gradient, *factors)]
+    return reads, [each for weight, _, state, copy, _ in of_all for each in (weight, copy, *tree_leaves(state))]
 
 
 def _of_sums(_: None, sums: Any, dtype: object) -> Accesses:
@@ -59,7 +59,7 @@ def _of_copies(_: visit.Visit, pairs: Any) -> Accesses:
     return [source for _, source in pairs], [target for target, _ in pairs]
 
 
-def _of_return(late: landing.LateGradients) -> Accesses:
+def _of_return(late: waiting.LateGradients) -> Accesses:
     return [*late.sources], [*late.landed.values()]
 
 
@@ -81,8 +81,8 @@ _ACCESSES: dict[Any, Callable[..., Accesses]] = {
     visit.Visit._copy: _of_copies,
     visit.Visit._step: _of_piece,
     unit_steps._step_unit: _of_step,
-    landing.LateGradients._issue_copy: _nothing,
-    landing.LateGradients._send: _of_return,
+    waiting.LateGradients._issue_copy: _nothing,
+    waiting.LateGradients._send: _of_return,
     routes._add_up: _of_sums,
     clipping._find_factor: _of_factor,
     passes.add: lambda _, total, added: ([added], [total]),

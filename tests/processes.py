@@ -73,14 +73,8 @@ def new_process(target: Callable[..., None], *arguments: object) -> multiprocess
 
 def _run(rank: int, checks: list[Check], count: int, port: int, folder: str, here: str) -> None:
     os.chdir(here)
-    os.environ.update(
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        RANK=str(rank),
-        WORLD_SIZE=str(count),
-    )
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE=str(count))
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank))
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported stays
     warnings.simplefilter("ignore")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.pipeline.options import ActivationPolicy
 
 from .class_shapes import WITH_ARGUMENTS, shaped
-from .helpers import Plan, autocast_forgets_gradients, why_no_lstm_in_bf16
+from .helpers import Plan, autocast_forgets_gradients, torchs_defaults, why_no_lstm_in_bf16
 from .zoo import Case
 from .zoo.blocks import WIDTH, Block, LoRALinear, Stashing, rows
 from .zoo.case import sum_of_squares
@@ -194,18 +193,8 @@ NODES: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
 
 def run_under(dtype: torch.dtype | None, parts: nn.ModuleList, x: Tensor) -> Tensor:
     """While torch's default dtype is another one, as Lightning has it around a step in half precision."""
-    with default_dtype(dtype):
+    with torchs_defaults(dtype):
         return run_chain(parts, x)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def build(tree: Tree, pool: list[nn.Module], shape: str | None = None) -> nn.Module:

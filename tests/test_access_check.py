@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.calls.running_call import RunningCall
+from sp_lightning.pipeline.calls.nodes import RunningCall
 from sp_lightning.pipeline.lanes.backend import Trace
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.window.window import Window
@@ -52,13 +52,9 @@ def test_what_must_not_be_read_raises(use: Use, mode: Callable[[], Any]) -> None
 
 
 FINE: list[Use] = [
-    lambda w: w + 1,
-    lambda w: w * torch.tensor(2.0),
-    lambda w: w + w,
-    lambda w: w.t(),
-    lambda w: w.data.clamp_(0),
-    lambda w: torch.ones(3, 3).add_(w),
-]
+    lambda w: w + 1, lambda w: w * torch.tensor(2.0), lambda w: w + w, lambda w: w.t(),
+    lambda w: w.data.clamp_(0), lambda w: torch.ones(3, 3).add_(w),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("use", FINE)

@@ -41,30 +41,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 calls: Counter[str] = Counter()  # a global variable, which nothing restores
 
 
-class Counted(nn.Module):
-    """An MLP that counts its forwards."""
-
-    def __init__(self, name: str = "mlp") -> None:
-        super().__init__()
-        self.name = name
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+class Counted(Block):
+    """A unit that counts its forwards."""
 
     def forward(self, x: Tensor) -> Tensor:
-        calls[self.name] += 1
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class CountedBlock(Counted, Block):
-    """A unit that counts its forwards."""
+        calls["all"] += 1
+        return super().forward(x)
 
 
 class Around(Chain):
     """Blocks under a user's checkpoints."""
 
     def __init__(self, reentrant: bool) -> None:
-        super().__init__(CountedBlock() for _ in range(3))
+        super().__init__(Counted() for _ in range(3))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +65,7 @@ class Around(Chain):
 @pytest.mark.parametrize(
     ("build", "forwards", "recomputed"),
     [
-        (lambda: Chain(CountedBlock() for _ in range(3)), [6, 5, 5], 3 + 2 + 2),
+        (lambda: Chain(Counted() for _ in range(3)), [6, 5, 5], 3 + 2 + 2),
         *((lambda how=how: Around(how), [6, 6, 6], 0) for how in (False, True)),  # a user's checkpoint is enough
     ],
 )
@@ -88,7 +77,7 @@ def test_a_forward_runs_twice(build: Callable[[], nn.Module], forwards: list[int
             calls.clear()
             with pipe.step():
                 pipe.module(Run.rows(step).requires_grad_()).square().mean().backward()
-            counts.append(calls["mlp"])
+            counts.append(calls["all"])
     assert counts == forwards
     assert pipe.stats.recomputed == recomputed
 
@@ -427,19 +416,25 @@ def test_flags_and_modes_are_those_of_the_first_forward(
     assert_same_story(story, lambda: Chain(Block(dropout=0.5) for _ in range(3)), activations="recompute")
 
 
+switch = {"value": 0}  # a global variable
+
+
 class ReturnsMore(Block):
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
         return y if switch["value"] == 0 else (y, -y)
 
 
-def test_another_number_of_outputs_is_something_else() -> None:
+def test_another_number_of_outputs_is_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with attached(Chain([Block(), ReturnsMore()]), activations="recompute") as pipe, pipe.step():
         loss = pipe.module(Run.rows(0)).sum()
-        switch["value"] = 1
+        monkeypatch.setitem(switch, "value", 1)
         with pytest.raises(RuntimeError, match="'blocks.1' has computed something else .*such as an attribute"):
             loss.backward()
-    switch["value"] = 0
+
+
+class Subclass(Tensor):
+    pass
 
 
 def test_outputs_are_compared_whole() -> None:
@@ -456,39 +451,22 @@ def test_outputs_are_compared_whole() -> None:
         assert are_other(numbers_of(first), numbers_of(second))
 
 
-class Subclass(Tensor):
-    pass
+CHANGES: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "input": lambda _, x: x.add_(1),
+    "bias": torch.no_grad()(lambda model, _: model.blocks[1].up.bias.add_(1)),
+}
 
 
-switch = {"value": 0}  # a global variable
-
-
-class DependsOnAGlobal(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if switch["value"] == 0 else x * 2
-
-
-def change_the_input(model: nn.Module, x: Tensor) -> None:
-    x.add_(1)
-
-
-@torch.no_grad()
-def change_a_bias(model: nn.Module, x: Tensor) -> None:
-    model.blocks[1].up.bias.add_(1)
-
-
-@pytest.mark.parametrize("change", [change_the_input, change_a_bias])
-def test_inputs_and_weights_changed_before_backward_raise(change: Callable[[nn.Module, Tensor], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_inputs_and_weights_changed_before_backward_raise(change: Callable[[nn.Module, Tensor], object]) -> None:
     """Plain training may allow it, where nobody saved what is changed: a clear error instead of other numbers."""
-    model = Chain(Block() for _ in range(3))
+    model, says = chain(3), r"'blocks.\d' has been modified by an inplace .* `activations='keep'`"
     with attached(model, activations="recompute") as pipe:
         with pipe.step():
             x = Run.rows(0)
             loss = model(x).square().mean()
             change(model, x)
-            with pytest.raises(
-                RuntimeError, match=r"'blocks.\d' has been modified by an inplace .* `activations='keep'`"
-            ):
+            with pytest.raises(RuntimeError, match=says):
                 loss.backward()
         with pipe.step():
             model(x).square().mean().backward()
@@ -499,10 +477,10 @@ def test_inputs_and_weights_changed_before_backward_raise(change: Callable[[nn.M
 bomb: list[type[BaseException]] = []  # a global variable
 
 
-class Bomb(Counted, Block):
+class Bomb(Counted):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        if bomb and calls["mlp"] > 1:
+        if bomb and calls["all"] > 1:
             raise bomb.pop()("on purpose")
         return torch.tanh(x)
 
@@ -655,6 +633,11 @@ def test_several_backward_passes_of_a_step_do_not_add_up() -> None:
             return pipe._engine.activations.auto.footprints()
 
     assert footprints(1, 3, 2) == footprints(3) != footprints(1)
+
+
+class DependsOnAGlobal(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if switch["value"] == 0 else x * 2
 
 
 def test_auto_does_not_recompute_again_what_could_not_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,8 @@ ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def call(*arguments: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-    )
+    command, nothing = [sys.executable, *map(str, arguments)], subprocess.DEVNULL
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, stdin=nothing)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

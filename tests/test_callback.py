@@ -61,15 +61,9 @@ def test_without_the_callback_the_trainer_logs_and_checkpoints_are_plain(tmp_pat
 
     def run(strategy, folder) -> list[object]:
         notes = Notes()
-        run = trainer(
-            strategy,
-            enable_model_summary=True,
-            enable_checkpointing=True,
-            logger=notes,
-            log_every_n_steps=1,
-            default_root_dir=folder,
-            callbacks=[ModelCheckpoint(folder, save_last=True)],
-        )
+        shows = {"enable_model_summary": True, "logger": notes, "log_every_n_steps": 1}
+        saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, save_last=True)]}
+        run = trainer(strategy, **shows, **saves, default_root_dir=folder)
         fit(run, Base())
         saved = torch.load(folder / "last.ckpt", weights_only=False)
         return [

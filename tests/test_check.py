@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from sp_lightning import cli
 from sp_lightning.check import _UPLOADS, _judge, _Placed, _train, lost_uploads
-from sp_lightning.pipeline import Engine, Pipeline, WindowPlan
+from sp_lightning.pipeline import Engine, WindowPlan
+from sp_lightning.pipeline.lanes.devices import make_backend
 
 CPU = torch.device("cpu")
 
@@ -82,10 +84,10 @@ def test_what_else_is_seen() -> None:
 
 def test_copies_that_do_not_arrive_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As WSL2 was reported to lose them, without an error."""
-    backend = Pipeline(torch.nn.Linear(2, 2), CPU).backend
-    assert lost_uploads(backend, CPU) == 0
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_, **__: self)
-    assert lost_uploads(backend, CPU) == _UPLOADS
+    with closing(make_backend(CPU, 1, processes=1, debug=False)) as backend:
+        assert lost_uploads(backend, CPU) == 0
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *_, **__: self)
+        assert lost_uploads(backend, CPU) == _UPLOADS
 
 
 def test_the_notebook() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
 
@@ -68,13 +69,9 @@ def trained(strategy: Any, path: Path | None = None, resume: Path | None = None,
     return ours, module
 
 
-def flat(value: Any, label: str = "") -> Trace:
+def flat(value: Any) -> Trace:
     """Every leaf of a checkpoint by its path."""
-    if isinstance(value, dict):
-        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{label} / {key}").items()}
-    if isinstance(value, list | tuple):
-        return {k: v for i, inner in enumerate(value) for k, v in flat(inner, f"{label} / {i}").items()}
-    return {label: value}
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
 
 
 def assert_same_files(expected: Path, *others: Path) -> None:

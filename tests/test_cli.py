@@ -207,13 +207,9 @@ def test_the_program_runs(tmp_path):
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["scripts"] == {"sp-lightning": "sp_lightning.cli:main"}
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "sp_lightning", "fit", f"--model={BORING}", *QUICK[:-1]],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-    )
+    command = [sys.executable, "-m", "sp_lightning", "fit", f"--model={BORING}", *QUICK[:-1]]
+    streams = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, **streams)
     assert done.returncode == 0, done.stderr
     assert "SGD steps each unit in backward" in done.stdout + done.stderr

@@ -202,9 +202,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ("model", "autocast", "activations"),
     [
         ("buffers-and-weights-change", False, "auto"),
-        # a checkpoint compares what it has saved with what is computed again: both are compiled, or both are not
         ("checkpoint-inside", False, "auto"),
-        ("checkpoint-around", True, "auto"),
+        ("checkpoint-around", True, "auto"),  # which compares what was saved: both runs are compiled, or both are not
         ("weights-of-others", False, "auto"),
         ("dropout", True, "recompute"),
         ("dropout", False, "offload"),

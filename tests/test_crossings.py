@@ -23,7 +23,7 @@ from typing_extensions import override
 import sp_lightning.fabric
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, WindowPlan
-from sp_lightning.pipeline.gradients.landing import three_buffers
+from sp_lightning.pipeline.gradients.gradient_memory import three_buffers
 from sp_lightning.pipeline.optimizer import pieces
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes

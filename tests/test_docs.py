@@ -25,14 +25,10 @@ from sp_lightning.pipeline import PipelineOptions
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 DOCUMENTS = [
-    README,
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "tests" / "README.md",
-    *sorted((ROOT / "examples").rglob("*.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md",
+    *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "tools").glob("*.md")),
-]
+]  # fmt: skip
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

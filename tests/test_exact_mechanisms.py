@@ -162,28 +162,22 @@ def test_an_exception_that_the_user_catches_inside_of_a_step(
 # ----------------------------------------------------------------------------------- edits between forward and backward
 
 
-def edit_weight(run: Run, optimizer: Optimizer) -> None:
-    with torch.no_grad():
-        run.model.blocks[2].up.weight.mul_(2)
+EDITS: dict[str, Callable[[nn.Module, Optimizer], object]] = {
+    "write": torch.no_grad()(lambda model, _: model.blocks[2].up.weight.mul_(2)),
+    "step": lambda _, optimizer: optimizer.step(),
+    "load": lambda model, _: model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}),
+}
 
 
-def step_optimizer(run: Run, optimizer: Optimizer) -> None:
-    optimizer.step()
-
-
-def load_weights(run: Run, optimizer: Optimizer) -> None:
-    run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
-
-
-@pytest.mark.parametrize("edit", [edit_weight, step_optimizer, load_weights])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("k", [1, 2])
-def test_weights_changed_between_forward_and_backward_raise(edit: Callable[[Run, Optimizer], None], k: int) -> None:
+def test_weights_changed_between_forward_and_backward_raise(edit: Callable[..., object], k: int) -> None:
     """Saved-tensor hooks turn autograd's version check off; a backward over other weights must raise all the same."""
 
     def edited_step(run: Run, optimizer: Optimizer) -> None:
         loss = run.model(run.rows(1)).square().mean()
         loss.backward(retain_graph=True)
-        edit(run, optimizer)
+        edit(run.model, optimizer)
         loss.backward()
 
     def story(run: Run) -> None:

@@ -18,8 +18,8 @@ from sp_lightning.pipeline.activations.policy import AutoPolicy
 from sp_lightning.pipeline.options import Policy
 
 from .drawing import random_programs
-from .helpers import Fingerprint, Plan, Trace, assert_exact, memory_with, reference_of, slow_host
-from .random_graphs import Example, default_dtype, examples, units_are_leaves, units_are_nodes
+from .helpers import Plan, assert_exact, memory_with, reference_of, slow_host, torchs_defaults
+from .random_graphs import Example, examples, units_are_leaves, units_are_nodes
 
 # Found once, as are the next ones: a block twice in a reentrant checkpoint, whose graph is built in backward, under
 # autocast without a cache.
@@ -73,14 +73,9 @@ def test_graphs_that_were_found_once(example: Example) -> None:
 
 
 def assert_exact_graph(example: Example) -> None:
-    with default_dtype(example.dtype):
-        check(example, reference_of(example.case(), example.plan))
-
-
-def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
-    case = example.case()
     options = PipelineOptions(k=example.k, k_prime=example.k_prime, activations=example.activations, debug=True)
-    with ExitStack() as stack:
+    with torchs_defaults(example.dtype), ExitStack() as stack:
+        reference = reference_of(example.case(), example.plan)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # too little room
         stack.enter_context(patch.object(HostBackend, "memory", return_value=memory_with(example.room)))
@@ -89,4 +84,4 @@ def check(example: Example, reference: tuple[Trace, Fingerprint]) -> None:
             chance = random.Random(0)
             stack.enter_context(patch.object(AutoPolicy, "begin_call", lambda *args: chance.choice(get_args(Policy))))
             stack.enter_context(patch.object(offload, "MIN_OFFLOAD_BYTES", 0))
-        assert_exact(case, options, example.plan, reference)
+        assert_exact(example.case(), options, example.plan, reference)

@@ -227,11 +227,9 @@ class Module(Base):
         for weight in weights[::3] if self.program.some else weights[: len(weights) // 2]:
             weight.requires_grad_(not begin <= step < end)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def path(self) -> list[nn.Module]:
         path = self.program.path(self.global_rank, self.batches) if self.training else range(BLOCKS)
-        for number in path:
-            x = self.blocks[number](x)
-        return self.head(x)
+        return [self.blocks[number] for number in path]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx) if self.automatic_optimization else self.play(*batch)

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -152,16 +153,9 @@ def towards_a_teacher(now: Now, number: int) -> Tensor:
 
 
 LOSSES = [
-    output,
-    towards_a_teacher,
-    penalty,
-    two_forwards,
-    distillation,
-    validation_in_between,
-    one_part,
-    gradients_asked_for,
-    half_frozen,
-]
+    output, towards_a_teacher, penalty, two_forwards, distillation, validation_in_between,
+    one_part, gradients_asked_for, half_frozen,
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps
@@ -249,17 +243,10 @@ def interrupted_forward(now: Now, number: int) -> None:
 
 
 STEPS = [
-    forward_and_backward,
-    backward_after_the_step,
-    two_calls_in_no_scope,
-    optimizer_step,
-    whole_steps,
-    closure,
-    failing_step,
-    everything_in_one_scope,
-    evaluation,
+    forward_and_backward, backward_after_the_step, two_calls_in_no_scope, optimizer_step,
+    whole_steps, closure, failing_step, everything_in_one_scope, evaluation,
     interrupted_forward,
-]
+]  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- between steps
@@ -317,28 +304,16 @@ def assign(now: Now, number: int) -> None:
 
 def new_optimizer(now: Now, number: int) -> None:
     now.model.zero_grad()
-    make = chosen([sgd, adamw, rmsprop, our_adamw, our_adam], number)
-    now.optimizer = make(list(now.model.parameters()))
+    now.optimizer = chosen(OPTIMIZERS, number)(list(now.model.parameters()))
 
 
-def sgd(weights: list[nn.Parameter]) -> Optimizer:
-    return SGD(weights, lr=0.05, momentum=0.9, nesterov=True)
-
-
-def adamw(weights: list[nn.Parameter]) -> Optimizer:
-    return AdamW(weights, lr=0.01, weight_decay=0.1)
-
-
-def our_adamw(weights: list[nn.Parameter]) -> Optimizer:
-    return optim.AdamW(weights, lr=0.01, weight_decay=0.1, moments="int8")
-
-
-def our_adam(weights: list[nn.Parameter]) -> Optimizer:
-    return optim.Adam(weights, lr=0.01)
-
-
-def rmsprop(weights: list[nn.Parameter]) -> Optimizer:
-    return RMSprop(weights, lr=0.002, momentum=0.5)
+OPTIMIZERS: list[Callable[[list[nn.Parameter]], Optimizer]] = [
+    partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    partial(AdamW, lr=0.01, weight_decay=0.1),
+    partial(RMSprop, lr=0.002, momentum=0.5),
+    partial(optim.AdamW, lr=0.01, weight_decay=0.1, moments="int8"),
+    partial(optim.Adam, lr=0.01),
+]
 
 
 def change_hyperparameters(now: Now, number: int) -> None:
@@ -435,26 +410,10 @@ def prune_or_not(now: Now, number: int) -> None:
 
 
 CHANGES = [
-    freeze_or_unfreeze,
-    write,
-    write_all,
-    save,
-    load,
-    load_optimizer,
-    assign,
-    new_optimizer,
-    change_hyperparameters,
-    change_gradients,
-    hook_a_weight,
-    hook_a_module,
-    remove_a_hook,
-    average,
-    evaluate_averages,
-    copy_and_train,
-    look,
-    read_in_a_fork,
-    prune_or_not,
-]
+    freeze_or_unfreeze, write, write_all, save, load, load_optimizer, assign, new_optimizer,
+    change_hyperparameters, change_gradients, hook_a_weight, hook_a_module, remove_a_hook,
+    average, evaluate_averages, copy_and_train, look, read_in_a_fork, prune_or_not,
+]  # fmt: skip
 
 ACTION = st.one_of(st.sampled_from(STEPS), st.sampled_from(CHANGES))
 

@@ -30,17 +30,7 @@ import sp_lightning.lightning_fabric
 from sp_lightning import optim
 from sp_lightning.fabric import SuperpipelineStrategy
 
-from .helpers import (
-    Bomb,
-    Run,
-    Trace,
-    assert_same_trace,
-    frozen,
-    note_gradients,
-    note_outputs,
-    note_state,
-    overwrite,
-)
+from .helpers import Bomb, Run, Trace, assert_same_trace, frozen, note_gradients, note_outputs, note_state, overwrite
 from .lightning_modules import assert_plain
 from .zoo import CASES
 from .zoo.blocks import WIDTH, Block, Chain, chain

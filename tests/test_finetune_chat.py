@@ -191,11 +191,7 @@ IS_NEW = transformers.__version__ >= "5"  # Mamba has a loss of its own before
     ("lines", "arguments", "message"),
     [
         ([GOOD, '{"messages": [', ""], [], "chats.jsonl, line 2: not JSON: "),
-        (
-            [GOOD, '{"text": "dog"}'],
-            [],
-            'line 2: a chat has "messages", "conversations" (ShareGPT), or "instruction" and',
-        ),
+        ([GOOD, '{"text": "dog"}'], [], 'line 2: a chat has "messages", "conversations" (ShareGPT), or "instruction"'),
         (["[", GOOD, "]"], [], "too few lines"),
         (["[", f"{GOOD},", "oh]"], [], "chats.jsonl, line 3: not JSON: Expecting value"),
         (["[3, 4]"], [], "chats.jsonl, entry 1: not a JSON object"),

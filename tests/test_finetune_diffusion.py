@@ -203,11 +203,7 @@ def test_a_right_prediction_gives_image_and_noise(objective):
         ({}, ["--model=of/mine"], "of/mine needs what is not installed: pip install diffusers accelerate"),
         ({}, ["--side=64"], "the tiny model knows images of 12 pixels, not 64"),
         ({}, ["--save=mine"], "--save writes a transformer of diffusers: add --model"),
-        (
-            {"a.png": truncated(), "a.txt": "a"},
-            [],
-            "no image can be read (1 skipped: a.png: image file is truncated",
-        ),
+        ({"a.png": truncated(), "a.txt": "a"}, [], "no image can be read (1 skipped: a.png: image file is truncated"),
         ({"a.png": truncated(), "a.txt": "\udce9"}, [], "a.txt: not a text in UTF-8"),
     ],
 )

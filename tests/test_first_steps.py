@@ -82,16 +82,12 @@ def fit(
 @pytest.mark.parametrize(
     ("make", "precision", "training"),
     [
-        ("torch", "32-true", {}),
-        ("torch", "bf16-mixed", CLIPPED),
-        ("fp32", "bf16-mixed", {}),
-        ("fp32", "bf16-true", CLIPPED),
-        ("int8", "bf16-true", {}),
-        ("int8", "32-true", CLIPPED),
+        ("torch", "32-true", {}), ("torch", "bf16-mixed", CLIPPED), ("fp32", "bf16-mixed", {}),
+        ("fp32", "bf16-true", CLIPPED), ("int8", "bf16-true", {}), ("int8", "32-true", CLIPPED),
         ("int8", "bf16-mixed", CLIPPED),
     ],
     ids=lambda value: "clipped, accumulated" if value is CLIPPED else str(value or "plain"),
-)
+)  # fmt: skip
 def test_few_units_stay_on_the_device_from_the_first_step_on(
     make: str, precision: str, training: dict[str, Any]
 ) -> None:

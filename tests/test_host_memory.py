@@ -103,14 +103,8 @@ def test_what_a_former_arrangement_has_held_is_free(
     monkeypatch.setattr(HostBackend, "work", at_once)
     monkeypatch.setattr("sp_lightning.strategy.AutoPlanner", lambda *_: Fixed(*3 * [(2,)], *3 * [(4,)], (3,)))
     compares, module = Compares(mapped), build()
-    trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(**options),
-        accelerator="cpu",
-        max_steps=9,
-        barebones=True,
-        callbacks=[compares],
-        **arguments,
-    )
+    how = {"accelerator": "cpu", "max_steps": 9, "barebones": True, "callbacks": [compares], **arguments}
+    trainer = L.Trainer(strategy=SuperpipelineStrategy(**options), **how)
     trainer.fit(module, DataLoader(torch.randn(40, WIDTH), batch_size=2))
     assert compares.arrangements >= 3
     weights = sum(parameter.nbytes for parameter in module.parameters())
@@ -168,12 +162,10 @@ def test_bytes_of_a_parameter(
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("AdamW", {}),
         ("AdamW", {"amsgrad": True, "fused": True}),
         ("RMSprop", {"centered": True, "momentum": 0.9}),
         ("SGD", {"momentum": 0.9}),
-        ("Muon", {}),
-        ("Adafactor", {}),
+        *((name, {}) for name in ("AdamW", "Muon", "Adafactor")),
     ],
 )
 def test_state_is_known_before_it_is_made(kind: str, options: dict[str, Any]) -> None:

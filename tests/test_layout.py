@@ -47,9 +47,7 @@ def name_of(path: Path) -> str:
 
 
 # Imports in the engine that lead back, for types alone: where two objects really know each other.
-BACK_FOR_TYPES = {
-    "weights.weight": {"units.unit.Unit"},
-}
+BACK_FOR_TYPES = {"weights.weight": {"units.unit.Unit"}}
 
 
 def leads_back(path: Path) -> set[str]:

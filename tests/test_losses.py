@@ -110,14 +110,11 @@ def test_loss_and_gradients(shape, vocabulary, reduction, softcap, with_bias, se
 @pytest.mark.parametrize(
     ("stored", "autocast"),
     [
-        (torch.float32, None),
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.bfloat16, None),
-        (torch.float16, None),
+        (torch.float32, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
+        (torch.bfloat16, None), (torch.float16, None),
     ],
     ids=["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"],
-)
+)  # fmt: skip
 def test_as_exact_as_the_textbook_form(stored, autocast, scale):
     """Rounding and nothing else: against fp64, errors are of the size that computing with all logits has."""
     hidden, weight, bias, labels = inputs((4, 64), 32, 700, stored)
@@ -263,7 +260,6 @@ CAUSAL = {
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_loss_in_slices(kind, streamed, autocast):
     """The model's own loss and gradients, of all tokens and of a micro-batch's, and no logits but the last ones."""
-    torch.manual_seed(0)
     plain_model = AutoModelForCausalLM.from_config(CAUSAL[kind])
     model = copy.deepcopy(plain_model)
     loss_in_slices(model)
@@ -293,7 +289,6 @@ def test_loss_in_slices(kind, streamed, autocast):
 
 def test_loss_in_slices_of_any_call():
     """Labels by position, a second request, and an exception in the head, after which no graph stays."""
-    torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(CAUSAL["qwen3"])
     model = copy.deepcopy(plain)
     for _ in range(2):

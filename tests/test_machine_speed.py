@@ -41,15 +41,8 @@ def test_runs_are_measured_and_are_one_line_of_json(lines, capsys, tmp_path):
     found = json.loads(line, parse_constant=pytest.fail)
     assert found["gb_per_second"] == {"host": 10.0, "up": 25.0, "down": None, "both": None, "ram": None}
     assert found["decoder"]["layers"] == TINY.layers
-    assert found.keys() >= {
-        "driver",
-        "cuda",
-        "pcie_generation",
-        "pcie_width",
-        "power_limit_watts",
-        "huge_pages",
-        "numba",
-    }
+    of_the_card = {"driver", "cuda", "pcie_generation", "pcie_width", "power_limit_watts"}
+    assert found.keys() >= of_the_card | {"huge_pages", "numba"}
     assert found["product_tflops"] > 0
     for run in found["runs"]:
         assert run["tokens_per_second"] > 0

@@ -222,14 +222,10 @@ def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], he
 @pytest.mark.parametrize(
     ("moment", "rank", "way"),
     [
-        ("forward", 1, "kill"),
-        ("backward", 0, "kill"),
-        ("save", 0, "kill"),
-        ("step", 1, "raise"),
-        ("forward", 0, "hang"),
-        ("batch", 1, "leave out"),
+        ("forward", 1, "kill"), ("backward", 0, "kill"), ("save", 0, "kill"), ("step", 1, "raise"),
+        ("forward", 0, "hang"), ("batch", 1, "leave out"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("server")
 def test_a_process_that_ends_is_an_error_in_the_others(moment: str, rank: int, way: str) -> None:
     """In time, with nothing left behind, and the last checkpoint whole."""

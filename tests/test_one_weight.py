@@ -203,16 +203,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(("activations", "autocast"), [("keep", False), ("recompute", False), ("keep", True)])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_in_its_module(block: type[Block], activations: str) -> None:
-    assert_same_story(train, partial(chain_of, block), activations=activations)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_in_its_module_under_autocast(block: type[Block]) -> None:
-    """Most weights are sent lowered, from the first step on."""
-    assert_same_story(partial(train, autocast=True), partial(chain_of, block))
+def test_in_its_module(block: type[Block], activations: str, autocast: bool) -> None:
+    """Under autocast most weights are sent lowered, from the first step on."""
+    assert_same_story(partial(train, autocast=autocast), partial(chain_of, block), activations=activations)
 
 
 @pytest.mark.parametrize("loss_of", [read_first, read_alias])

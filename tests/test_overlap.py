@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, OnExceptionCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import DoublePrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -101,24 +102,30 @@ def fit(module: L.LightningModule, strategy: Any, steps: int = 5, **arguments: A
     return trace
 
 
+def strategy_for(streamed: bool, **options: Any) -> Any:
+    return Counting(k=2, units=[Block], debug=True, **options) if streamed else SingleDeviceStrategy("cpu")
+
+
+def assert_same(trained: Callable[[Any], Trace], **options: Any) -> tuple[Trace, Any]:
+    """What comes of a plain strategy and of ours is the same; returns it, and the counters of the streamed run."""
+    traces, strategies = [], [strategy_for(False), strategy_for(True, **options)]
+    for strategy in strategies:
+        torch.manual_seed(1)
+        traces.append(trained(strategy))
+    assert_same_trace(*traces)
+    return traces[0], strategies[1].stats
+
+
 def assert_same_fit(
     build: Callable[[], L.LightningModule] = Module, strategy: dict[str, Any] | None = None, **arguments: Any
 ) -> Any:
     """Returns the counters of the streamed run."""
-    traces, stats = [], None
-    for streamed in (False, True):
-        torch.manual_seed(1)
-        module = build()
-        chosen = strategy_for(streamed, **(strategy or {}))
-        callbacks = [callback() for callback in arguments.get("callbacks", [])]
-        traces.append(fit(module, chosen, **{**arguments, "callbacks": callbacks}))
-        stats = getattr(chosen, "stats", None)
-    assert_same_trace(*traces)
-    return stats
 
+    def trained(chosen: Any) -> Trace:
+        module, callbacks = build(), [callback() for callback in arguments.get("callbacks", [])]
+        return fit(module, chosen, **{**arguments, "callbacks": callbacks})
 
-def strategy_for(streamed: bool, **options: Any) -> Any:
-    return Counting(k=2, units=[Block], debug=True, **options) if streamed else SingleDeviceStrategy("cpu")
+    return assert_same(trained, **(strategy or {}))[1]
 
 
 class Counting(SuperpipelineStrategy):
@@ -138,20 +145,27 @@ def test_units_are_stepped_in_backward(name: str) -> None:
     assert stats.heals == 0
 
 
-ACCUMULATED = {"accumulate_grad_batches": 3}
-BY_VALUE = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.01}
+BY_VALUE: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+BY_TWOS: dict[str, Any] = {"accumulate_grad_batches": 2}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_in_backward_with_accumulation(precision: str) -> None:
-    stats = assert_same_fit(precision=precision, **ACCUMULATED)
-    assert stats.steps_in_backward == 5 * BLOCKS
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_clipping_by_value_is_torchs(precision: str) -> None:
-    stats = assert_same_fit(precision=precision, **BY_VALUE)
-    assert stats.steps_in_backward == 0
+@pytest.mark.parametrize(
+    ("precision", "arguments"),
+    [
+        *product(["32-true", "bf16-mixed"], [{"accumulate_grad_batches": 3}]),
+        *product(["32-true", "bf16-mixed", "bf16-true"], [BY_VALUE]),
+        ("32-true", {"gradient_clip_val": 1e-3}),
+        ("bf16-mixed", {"gradient_clip_val": 1e3}),
+        *product(["bf16-mixed", "bf16-true"], [{"gradient_clip_val": 1e-3, **BY_TWOS}]),
+    ],
+    ids=str,
+)
+def test_accumulation_and_clipping(precision: str, arguments: dict[str, Any]) -> None:
+    """A norm comes with the gradients; units wait for it and step under the next forward. Values are torch's."""
+    stats = assert_same_fit(precision=precision, **arguments)
+    assert stats.steps_in_backward == (0 if "gradient_clip_val" in arguments else 5 * BLOCKS)
+    assert stats.overlapped_steps > 0 or arguments == BY_VALUE
 
 
 def clamp_gradient(parameter: Tensor) -> None:
@@ -180,15 +194,9 @@ def test_hooks_on_accumulated_gradients(precision: str, accumulate: int, overlap
     assert stats.steps_in_backward == 5 * (BLOCKS - 1)
 
 
-@pytest.mark.parametrize(
-    ("clip", "accumulate", "precision"),
-    [(1e-3, 1, "32-true"), (1e-3, 2, "bf16-mixed"), (1e3, 1, "bf16-mixed"), (1e-3, 2, "bf16-true")],
-)
-def test_clipping_by_norm(clip: float, accumulate: int, precision: str) -> None:
-    """The norm comes with the gradients; units wait for it and step under the next forward."""
-    stats = assert_same_fit(gradient_clip_val=clip, accumulate_grad_batches=accumulate, precision=precision)
-    assert stats.steps_in_backward == 0
-    assert stats.overlapped_steps > 0
+def halve_all(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad.mul_(0.5)
 
 
 class Looking(Module):
@@ -198,8 +206,7 @@ class Looking(Module):
 
 class Changing(Module):
     def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad.mul_(0.5)
+        halve_all(self)
 
 
 class Clipping(Module):
@@ -234,17 +241,6 @@ class Averaging(Module):
         self.losses += [p.grad.detach().clone() for p in self.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("build", "precision"),
-    [
-        *((build, "32-true") for build in (Looking, Clipping, Skipping, Warming)),
-        *((build, "bf16-mixed") for build in (Changing, Clipping, Twice, Averaging)),
-    ],
-)
-def test_modules_with_unusual_training_steps_are_exact(build: type[Module], precision: str) -> None:
-    assert_same_fit(build, precision=precision)
-
-
 class Converting(Module):
     """Saves itself in another precision: torch gives weights other memory, and the gradients, too, that are left."""
 
@@ -253,22 +249,51 @@ class Converting(Module):
         self.float()
 
 
+class Reading(Module):
+    """Looks at the gradients of the first step in the second one, before `zero_grad`."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == 1:
+            self.losses += [p.grad.clone() for p in self.parameters()]
+        return super().training_step(batch, index)
+
+
+class ReadingLater(Module):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        if self.trainer.global_step == 1:
+            self.losses += [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+
+class AccumulatesLater(Module):
+    """From the fourth batch on, two are added up, and Lightning does not zero what the step before has used."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        self.trainer.accumulate_grad_batches = 1 if index < 3 else 2
+
+
+class Leaving(Module):
+    """Zeroes gradients in every other step; in between they add up, as they were clipped."""
+
+    def optimizer_zero_grad(self, epoch: int, batch: int, optimizer: Optimizer) -> None:
+        if batch % 2:
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
-    ("precision", "arguments"),
-    [("32-true", {"gradient_clip_val": 0.01}), ("bf16-mixed", {}), ("bf16-mixed", {"accumulate_grad_batches": 2})],
-    ids=str,
+    ("build", "precision", "arguments"),
+    [
+        *product((Looking, Clipping, Skipping, Warming), ["32-true"], [{}]),
+        *product((Changing, Clipping, Twice, Averaging, Converting, ReadingLater), ["bf16-mixed"], [{}]),
+        *product((Converting, Reading, ReadingLater), ["32-true"], [CLIPPED]),
+        *product((AccumulatesLater,), ["bf16-mixed"], [{}, CLIPPED]),
+        *product((Leaving,), ["32-true", "bf16-mixed"], [{}, BY_TWOS, CLIPPED, BY_VALUE]),
+        (Converting, "bf16-mixed", BY_TWOS),
+    ],
 )
-def test_converting_the_module_and_back_is_exact(precision: str, arguments: dict[str, Any]) -> None:
-    assert_same_fit(Converting, precision=precision, **arguments)
-
-
-class LookingCallback(Callback):
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        module.losses += [p.grad.detach().clone() for p in module.parameters()]
-
-
-def test_callbacks_that_look_at_gradients_are_exact() -> None:
-    assert assert_same_fit(callbacks=[LookingCallback], precision="bf16-mixed").steps_in_backward == 0
+def test_modules_with_unusual_training_steps_are_exact(
+    build: type[Module], precision: str, arguments: dict[str, Any]
+) -> None:
+    assert_same_fit(build, precision=precision, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -289,17 +314,15 @@ def test_an_exception_in_mid_step(fails: str) -> None:
         return getattr(Module, fails)(self, *args, **kwargs)
 
     setattr(Failing, fails, fail)
-    traces = []
-    for streamed in (False, True):
-        torch.manual_seed(1)
-        module = Failing()
-        strategy = strategy_for(streamed)
+
+    def trained(strategy: Any) -> Trace:
+        trace, module = Trace(), Failing()
         with pytest.raises(Fault):
             fit(module, strategy)
-        trace: Trace = {}
         note_state(trace, "after the exception", module, [])
-        traces.append(trace)
-    assert_same_trace(*traces)
+        return trace
+
+    assert_same(trained)
 
 
 class Fails(Module):
@@ -314,41 +337,14 @@ class Fails(Module):
 
 
 def test_an_exception_in_the_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    traces = []
-    for streamed in (False, True):
-        torch.manual_seed(1)
-        strategy = strategy_for(streamed, overlap_optimizer=False)  # steps nothing in backward
-        callback = OnExceptionCheckpoint(tmp_path / str(streamed))
+    def trained(strategy: Any) -> Trace:
+        folder = tmp_path / type(strategy).__name__
         with pytest.raises(RuntimeError, match="sparse"):
-            fit(Fails(), strategy, callbacks=[callback], enable_checkpointing=True)
-        saved = torch.load(tmp_path / str(streamed) / "on_exception.ckpt", weights_only=False)
-        traces.append(dict(enumerate(tree_leaves([saved["state_dict"], saved["optimizer_states"]]))))
-    assert_same_trace(*traces)
+            fit(Fails(), strategy, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+        saved = torch.load(folder / "on_exception.ckpt", weights_only=False)
+        return dict(enumerate(tree_leaves([saved["state_dict"], saved["optimizer_states"]])))
 
-
-class Reading(Module):
-    """Looks at the gradients of the first step in the second one, before `zero_grad`."""
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if index == 1:
-            self.losses += [p.grad.clone() for p in self.parameters()]
-        return super().training_step(batch, index)
-
-
-class ReadingLater(Module):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        if self.trainer.global_step == 1:
-            self.losses += [p.grad.clone() for p in self.parameters() if p.grad is not None]
-
-
-CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.01}
-
-
-@pytest.mark.parametrize(("precision", "arguments"), [("bf16-mixed", {}), ("32-true", CLIPPED)])
-def test_gradients_can_be_read_after_the_step(precision: Any, arguments: dict[str, Any]) -> None:
-    assert_same_fit(ReadingLater, precision=precision, **arguments)
-    if arguments:
-        assert_same_fit(Reading, precision=precision, **arguments)
+    assert_same(trained, overlap_optimizer=False)  # steps nothing in backward
 
 
 def read_all(optimizer: Optimizer) -> Tensor:
@@ -420,17 +416,18 @@ class Reads(Callback):
         module.losses += [torch.zeros(1) if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-AFTER_A_STEP = [
-    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
-    *("on_save_checkpoint", "on_fit_end", "teardown"),
+HOOKS = [
+    *("on_before_optimizer_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start"),
+    *("on_train_epoch_end", "on_train_end", "on_save_checkpoint", "on_fit_end", "teardown"),
 ]
 
 
-@pytest.mark.parametrize("hook", AFTER_A_STEP)
-def test_any_hook_may_read_gradients_after_the_step(hook: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", HOOKS)
+def test_any_hook_may_read_gradients(hook: str, tmp_path: Path) -> None:
+    """Before the step, none is stepped in backward; after it, those that were are still there."""
     saves = {"enable_checkpointing": True, "default_root_dir": tmp_path} if hook == "on_save_checkpoint" else {}
     stats = assert_same_fit(callbacks=[partial(Reads, hook)], limit_val_batches=0, max_epochs=2, **saves)
-    assert stats.steps_in_backward > 0
+    assert (stats.steps_in_backward > 0) is (hook != "on_before_optimizer_step")
 
 
 class ClipsLater(Module):
@@ -450,42 +447,9 @@ class Appends(Module):
             self.trainer.callbacks.append(halves)
 
 
-def halve_all(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad.mul_(0.5)
-
-
 @pytest.mark.parametrize("cls", [ClipsLater, Appends])
 def test_what_decides_about_a_step_may_change_before_its_backward(cls: type[Module]) -> None:
     assert assert_same_fit(cls).steps_in_backward > 0
-
-
-class AccumulatesLater(Module):
-    """From the fourth batch on, two are added up, and Lightning does not zero what the step before has used."""
-
-    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
-        self.trainer.accumulate_grad_batches = 1 if index < 3 else 2
-
-
-@pytest.mark.parametrize("arguments", [{}, CLIPPED], ids=str)
-def test_accumulation_that_begins_within_an_epoch(arguments: dict[str, Any]) -> None:
-    assert_same_fit(AccumulatesLater, precision="bf16-mixed", **arguments)
-
-
-class Leaving(Module):
-    """Zeroes gradients in every other step; in between they add up, as they were clipped."""
-
-    def optimizer_zero_grad(self, epoch: int, batch: int, optimizer: Optimizer) -> None:
-        if batch % 2:
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize(
-    "arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, BY_VALUE], ids=str
-)
-def test_gradients_that_a_user_leaves_add_up(arguments: dict[str, Any], precision: str) -> None:
-    assert_same_fit(Leaving, precision=precision, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -493,28 +457,21 @@ def test_gradients_that_a_user_leaves_add_up(arguments: dict[str, Any], precisio
 )
 def test_16_mixed_with_an_overflow(overflow_at: int, clip: float | None, accumulate: int) -> None:
     """The step is skipped, the scale goes down, nothing else changes."""
-    from lightning.pytorch.plugins import MixedPrecision
 
     class Overflowing(Module):
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             loss = super().training_step(batch, index)
             return loss * (math.inf if index == overflow_at else 1.0)
 
-    traces = []
-    for streamed in (False, True):
-        torch.manual_seed(1)
-        module = Overflowing()
-        strategy = strategy_for(streamed)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        plugin = MixedPrecision("16-mixed", "cpu", scaler)
-        trace = fit(
-            module, strategy, plugins=[plugin], gradient_clip_val=clip, accumulate_grad_batches=accumulate, steps=4
-        )
+    def trained(strategy: Any) -> Trace:
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+        how = {"plugins": [plugin], "gradient_clip_val": clip, "accumulate_grad_batches": accumulate, "steps": 4}
+        trace = fit(Overflowing(), strategy, **how)
         trace["scale"] = torch.tensor(list(plugin.scaler.state_dict().values()))
-        assert isinstance(plugin.scaler, HostGradScaler) is streamed
-        traces.append(trace)
-    assert_same_trace(*traces)
-    assert traces[0]["scale"][0] < 2.0**8
+        assert isinstance(plugin.scaler, HostGradScaler) is isinstance(strategy, Counting)
+        return trace
+
+    assert assert_same(trained)[0]["scale"][0] < 2.0**8
 
 
 class ChangesGradients(DoublePrecision):
@@ -551,15 +508,12 @@ class WarmsUp(Module):
         self.optimizers().optimizer.param_groups[0]["lr"] = 0.01 * (1 + self.global_step)
 
 
-def halve(strategy: Any) -> None:
-    for parameter in strategy.lightning_module.parameters():
-        parameter.grad.mul_(0.5)
-
-
 class HalvesInBackward:
+    lightning_module: Module
+
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().backward(*args, **kwargs)  # type: ignore[misc]
-        halve(self)
+        halve_all(self.lightning_module)
         return loss
 
 

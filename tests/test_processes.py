@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -194,20 +194,16 @@ class Quantized(Silent):
 class LeftOut(Base):
     """Each process leaves out other blocks."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            if (number + self.global_rank + self.global_step) % 3:
-                x = block(x)
-        return self.head(x)
+    def path(self) -> Iterable[nn.Module]:
+        left_out = self.global_rank + self.global_step
+        return [block for number, block in enumerate(self.blocks) if (number + left_out) % 3]
 
 
 class InOtherOrders(Silent):
     """The processes come to the same weights at different moments, while units are stepped in backward."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks if self.global_rank else reversed(self.blocks):
-            x = block(x)
-        return self.head(x)
+    def path(self) -> Iterable[nn.Module]:
+        return self.blocks if self.global_rank else reversed(self.blocks)
 
 
 class Experts(Base):
@@ -269,11 +265,9 @@ class LateCritic(Adversaries):
 class TwiceInOne(Silent):
     """One process takes a branch from the second step on, and takes it twice from the third on."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def path(self) -> Iterable[nn.Module]:
         turns = min(2, self.global_step * self.global_rank) if self.training else 1
-        for block in (*self.blocks[:2], *[*self.blocks[2:]] * turns):
-            x = block(x)
-        return self.head(x)
+        return [*self.blocks[:2], *[*self.blocks[2:]] * turns]
 
 
 class InTwoTurns(Silent):
@@ -477,12 +471,8 @@ def checkpoints() -> None:
 def timeline_and_table() -> None:
     """One process draws and prints."""
     path = Path(f"timeline-{dist.get_rank()}.json")
-    ours = trainer(
-        SuperpipelineStrategy(k=2),
-        devices=2,
-        enable_model_summary=True,
-        callbacks=[SuperpipelineCallback(timeline=path)],
-    )
+    callback = SuperpipelineCallback(timeline=path)
+    ours = trainer(SuperpipelineStrategy(k=2), devices=2, enable_model_summary=True, callbacks=[callback])
     with mock.patch.object(logging.getLogger("lightning.pytorch.utilities.rank_zero"), "info") as said:
         fit(ours, Base())
     assert path.exists() is (dist.get_rank() == 0)

@@ -23,7 +23,7 @@ from sp_lightning import SuperpipelineCheckpointIO, SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Progress, Work
 from sp_lightning.pipeline import stats as progress
 
-from .helpers import Fingerprint, assert_same_facts
+from .helpers import assert_same_trace, facts_of
 from .lightning_modules import Base, fit, loader, streamed, trainer
 from .pipeline.parts import RecordingBackend
 from .zoo.blocks import chain
@@ -116,7 +116,7 @@ def test_an_interrupted_attach():
     """The module is a plain one with its values, nothing is page-locked any more, and it can be attached."""
     model = chain(3)
     model.rest = nn.Embedding(3, 2, sparse=True)
-    plain, values = Fingerprint.of(model), copy.deepcopy(list(model.parameters()))
+    plain, values = facts_of(model), copy.deepcopy(list(model.parameters()))
     interrupted: set[CodeType] = set()
 
     def at_each_function(frame: FrameType, event: str, _: Any) -> None:
@@ -137,7 +137,7 @@ def test_an_interrupted_attach():
         if pipeline is not None:
             pipeline.detach()
         assert not backend.pinned
-        assert_same_facts(plain, Fingerprint.of(model))
+        assert_same_trace(plain, facts_of(model))
         assert all(map(torch.equal, model.parameters(), values))
         backend = RecordingBackend(pins=True)
     assert len(interrupted) > 100

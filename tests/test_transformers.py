@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 import sp_lightning.transformers
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.transformers import SuperpipelineTrainerMixin
-from tests.hf_trainers import CASES, build, everything, llama, rows, same
+from tests.helpers import assert_same_trace
+from tests.hf_trainers import CASES, build, everything, llama, rows
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
 
@@ -49,7 +50,7 @@ def test_runs_have_the_numbers_of_plain_ones(case: str, tmp_path: Path, monkeypa
         if streams:
             assert not trainer.pipelines
             assert all(type(weight) is nn.Parameter for weight in trainer.model.parameters())
-    assert not same(*seen)
+    assert_same_trace(*seen)
     # Amid an accumulation, the planner places weights once, and so shows gradients.
     assert len(read) <= (len(list(trainer.model.parameters())) if trainer.args.gradient_accumulation_steps > 1 else 0)
 
@@ -64,7 +65,8 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
             trainer = build("SFT", tmp_path / f"{streams} {other}", other)
             trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
             seen.append(everything(trainer, tmp_path / f"{streams} {other}"))
-    assert not any(same(seen[0], other) for other in seen[1:])
+    for other in seen[1:]:
+        assert_same_trace(seen[0], other)
 
 
 def test_an_exception_detaches(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_grpo_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         trainer = build("GRPO", tmp_path / str(streams), streams)
         trainer.train()
         seen.append(everything(trainer, tmp_path / str(streams)))
-    assert not same(*seen)
+    assert_same_trace(*seen)
 
 
 REFUSED = {

@@ -24,11 +24,6 @@ def clamp(weight: nn.Parameter) -> None:
         weight.clamp_(-0.1, 0.1)
 
 
-def in_inference_mode(weight: nn.Parameter) -> None:
-    with torch.inference_mode():
-        weight.data.mul_(0.9)
-
-
 def one_of_two_aliases(weight: nn.Parameter) -> None:
     first, second = weight.data, weight.data
     second.mul_(0.9)
@@ -41,7 +36,7 @@ WRITES: dict[str, Write] = {
     "data, not idempotent": lambda weight: weight.data.mul_(0.9),
     "a row of data": lambda weight: weight.data[0].zero_(),
     "a view of data": lambda weight: weight.data.view(-1)[1:2].mul_(0.5),
-    "data in inference mode": in_inference_mode,
+    "data in inference mode": torch.inference_mode()(lambda weight: weight.data.mul_(0.9)),
     "one of two aliases": one_of_two_aliases,
     "out=": lambda weight: torch.mul(weight.data, 0.9, out=weight.data),
 }

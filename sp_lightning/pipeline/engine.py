@@ -1,4 +1,4 @@
-"""The engine: the parts that stream a module, from attach to detach, and the moments when weights get other places.
+"""The engine: the parts that stream a module, how weights are placed, and the device memory that a module may take.
 
 Parts are made in the order in which they build on each other. Each gets the parts that it needs by name. The places of
 weights change only between steps, while no graph needs them: steps have shown something (`Learned`), another window is
@@ -21,7 +21,6 @@ from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.calls.masters import guard_masters, release_masters
-from sp_lightning.pipeline.device_budget import DeviceBudget
 from sp_lightning.pipeline.gradients.routes import Routes
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
@@ -30,20 +29,21 @@ from sp_lightning.pipeline.graphs import Graphs, Opener
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
-from sp_lightning.pipeline.optimizer.staying import StayingUnits
+from sp_lightning.pipeline.optimizer.staying import StayingUnits, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
-from sp_lightning.pipeline.units.moving import move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
 from sp_lightning.pipeline.window.arrangement import Arrangement, Learned
 from sp_lightning.pipeline.window.order import Order
 from sp_lightning.pipeline.window.places import WindowPlan
 from sp_lightning.pipeline.window.window import Window
+
+SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
 
 
 class Planner:
@@ -99,13 +99,13 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
-        self.device_budget = DeviceBudget(backend, self.visits, self.meter)
-        self.waiting = WaitingGradients(self.memory, self.device_budget)
+        self.least_budget: int | None = None  # the smallest budget of several processes, after they have met
+        self.waiting = WaitingGradients(self.memory, self)
         self.staying = StayingUnits(device, self.optimizers.states, processes)
         self.planner = planner
         self.is_arranged = False  # whether all parts know where weights lie
         self.plan: WindowPlan | None = None  # the plan by which weights are placed
-        # The window before there is a plan, if units stay on the device as the host has no room for their state.
+        # The window while there is no other plan, if units stay on the device as the host has no room for their state.
         self.first_plan: WindowPlan | None = None
 
     # --------------------------------------------------------------------------------------------------- taking it over
@@ -125,8 +125,6 @@ class Engine:
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.order, self.backend, self.stats)
         self.stream = GradientStream(self.window, Routes(self.window, self.waiting), self.waiting)
-        self.device_budget.arrangement = arrangement
-        self.device_budget.stream = self.stream
         self.steps = UnitSteps(self.window, self.stream, self.visits)
         self.backward = BackwardPass(self._story, self.at_work, self.device, self.window, self.stream)
         self.guard = Guard(
@@ -139,7 +137,7 @@ class Engine:
         self._names = self._named_parameters()
         move_parameters(arrangement.unmanaged.values(), self.device)
         self.place_weights()
-        self.activations.measure_anew(self.device_budget.nbytes is not None)
+        self.activations.measure_anew(self.device_budget is not None)
         move_all_but_parameters(self.module, self.device)
         compiles = self.options.compile
         if compiles:
@@ -229,11 +227,6 @@ class Engine:
                 if weight.unit.name in coming:
                     gradient.show()
 
-    def keep_on_device(self, first_plan: WindowPlan) -> None:
-        """Keep the units of this plan on the device from now on, also while the planner has none."""
-        self.first_plan = first_plan
-        self.place_weights()
-
     def settle(self) -> None:
         """Wait until all gradients have landed, and nothing reads or writes masters."""
         with self.at_work:
@@ -268,3 +261,32 @@ class Engine:
         """Tell whether parameters that stay on the device have got gradients since the last call."""
         some_came = self.staying.pop_some_came()
         return some_came or any(parameter.grad is not None for parameter in self.arrangement.unmanaged.values())
+
+    # ---------------------------------------------------------------------------------------------- the device's memory
+
+    @property
+    def device_budget(self) -> int | None:
+        """Device memory for weights, gradients on their way to the host and activations; None if no limit is known."""
+        layout, user_budget = self.arrangement.layout, self.arrangement.budget
+        memory = None if user_budget is not None else self.backend.memory()
+        if memory is None:
+            return user_budget
+        streaming = layout.streaming_bytes
+        # The bytes that the first backward will allocate are still free.
+        if torch.is_grad_enabled():
+            streaming = min(streaming, layout.device_bytes + self.stream.routes.staging.nbytes())
+        # Gradients that wait release their memory as units are updated.
+        streaming += self.visits.nbytes() + self.stream.bytes_on_device() + int(SHARE_OF_FREE_MEMORY * memory.free)
+        return min(streaming, self.least_budget or streaming)
+
+    def left_for_gradients(self) -> float:
+        """Return the bytes that are free, and stay free if the step takes no more than it has so far."""
+        user_budget = self.arrangement.budget
+        if user_budget is not None:
+            taken = self.arrangement.layout.streaming_bytes + self.visits.nbytes() + self.meter.step_peak
+            return user_budget - taken - self.stream.bytes_on_device()
+        memory = self.backend.memory()
+        if memory is None:
+            return 0.0
+        next_peak = max(0, memory.peak_so_far - memory.allocated)
+        return SHARE_OF_FREE_MEMORY * memory.free - next_peak

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from typing_extensions import Self
 
 from sp_lightning.pipeline.calls.calls import Calls
 from sp_lightning.pipeline.calls.gates import install_gate, keep_out_of_graphs, open_steps, remove_gate
-from sp_lightning.pipeline.calls.masters import in_graphs
 from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.graphs import Opener
@@ -24,12 +22,12 @@ from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.operations import autocast_dtype
 from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.staying import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.placement import PlacementPolicy
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
-from sp_lightning.pipeline.units.moving import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.units.tree import check_module
 from sp_lightning.pipeline.window.arrangement import Arrangement
 from sp_lightning.pipeline.window.places import WindowPlan
@@ -102,9 +100,15 @@ class Pipeline:
         self.backend.pins = self.backend.pins and self.options.pin_memory
         _check_share(self.options, self.backend)
         keep_out_of_graphs(self.backend)
-        planner = planner or Planner()
-        progress = progress or Progress()
-        engine = Engine(module, self.device, self.options, self.backend, planner, processes, progress)
+        engine = Engine(
+            module,
+            self.device,
+            self.options,
+            self.backend,
+            planner or Planner(),
+            processes,
+            progress or Progress(),
+        )
         self._parts = engine
         self._placement = PlacementPolicy(engine)
         self._story = Story(engine, self._placement)
@@ -287,10 +291,6 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------- for the Trainer's strategy
 
-    def backward_inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the `inputs` for `backward`: the edges that stand for a master in the graph replace it."""
-        return in_graphs(tensors)
-
     @contextmanager
     def plain_classes(self) -> Iterator[None]:
         """Give modules their own classes: `configure_optimizers` may choose parameters by `type(module)`."""
@@ -305,12 +305,13 @@ class Pipeline:
 
     def keep_on_device(self, first_plan: WindowPlan) -> None:
         """Keep the units of this plan on the GPU from now on: CPU memory has no room for their optimizer state."""
-        self._engine.keep_on_device(first_plan)
+        self._engine.first_plan = first_plan
+        self._engine.place_weights()
 
     @property
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
-        return self._parts.device_budget.nbytes
+        return self._parts.device_budget
 
 
 def _check_share(options: PipelineOptions, backend: Backend) -> None:

@@ -64,15 +64,15 @@ class PlacementPolicy:
             edited = {*engine.window.pop_edited_segments(), *processes.written_copies}
             with without_torch_function():
                 learned.note_trained(engine.arrangement.every_weight)
-            engine.device_budget.least = None
+            engine.least_budget = None
             has_news = learned.has_news or (learned.order is None and bool(self._called_units()))
             may_differ = processes.copies_may_differ
-            own_state = edited, may_differ, has_news, self._wanted_plan, engine.device_budget.nbytes
+            own_state = edited, may_differ, has_news, self._wanted_plan, engine.device_budget
             edits, may_differs, news, plans, budgets = zip(*processes.gather(own_state), strict=True)
             processes.check_edits(edits)
             engine.window.note_edits_elsewhere(edits[processes.owner])
             processes.share_copies(None if any(may_differs) else edits[0])
-            engine.device_budget.least = min(filter(None, budgets), default=None)
+            engine.least_budget = min(filter(None, budgets), default=None)
             if not places:
                 return
             if any(news):
@@ -104,7 +104,7 @@ class PlacementPolicy:
             engine.rearrange()
         else:  # the plan was made for other units
             self._adopt_plan(None, places_anyway=True)
-            engine.activations.measure_anew(engine.device_budget.nbytes is not None)
+            engine.activations.measure_anew(engine.device_budget is not None)
 
     def _called_units(self) -> list[str]:
         """Return the names of units that the last step has called, in the order of their calls."""
@@ -142,18 +142,17 @@ class PlacementPolicy:
                     engine.window.write_back_all()
                 autocasts.switch(known, dtype, seen)
                 engine.place_weights()
-                engine.activations.measure_anew(engine.device_budget.nbytes is not None)
+                engine.activations.measure_anew(engine.device_budget is not None)
                 return
             elif member.is_streamed:
                 autocasts.noted[member.name] = dtype
                 engine.learned.outdated = True
         for weight in dict.fromkeys(entry.weight for entry in member.entries if entry.weight.lowered):
+            engine.guard.make_resident(weight)
             # weights that were cast in this graph stay cast
             if member.name in autocasts.mixed or weight.cast_in == engine.graphs.current.number:
                 engine.learned.casts.note_as_is(weight)
-                engine.guard.make_resident(weight)
             else:
-                engine.guard.make_resident(weight)
                 weight.twin.stop_watching()  # autocast is off
 
     def _may_place_now(self) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.fx import _symbolic_trace
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -55,15 +56,15 @@ running_node: Callable[[], Node | None] = torch._C._current_autograd_node
 """Return the node of a backward pass that this thread runs, or whose hooks it runs; None outside of backward."""
 
 
-def has_foreign_step_hooks(optimizer: Optimizer, own: int = 1) -> bool:
-    """Tell whether an optimizer has step hooks besides the engine's own, which are registered for all optimizers.
+def has_foreign_step_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer has step hooks besides the engine's own pair, which is registered for all optimizers.
 
     They may look at the optimizer's parameters or change their gradients, and torch decides the order of hooks.
     Optimizers that wrap another one may have none, as they do not call `Optimizer.__init__` (Opacus's, for one).
     """
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return any(len(hooks) > own for hooks in of_all) or any(getattr(optimizer, name, None) for name in names)
+    return any(len(hooks) > 1 for hooks in of_all) or any(getattr(optimizer, name, None) for name in names)
 
 
 def scope_that_ends_before_backward() -> str | None:
@@ -171,7 +172,7 @@ def storage_key(tensor: Tensor) -> int:
     Torch's private function bypasses classes with `__torch_function__`; `untyped_storage()` asks them.
     """
     if type(tensor) not in _PLAIN:
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):  # it has no memory yet
+        if isinstance(tensor, UninitializedTensorMixin):  # it has no memory yet
             return 0
         if hasattr(type(tensor), "__tensor_flatten__"):  # see `contains_others`
             tensor = parts_of(tensor)[0]
@@ -231,7 +232,10 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
     return stand_in
 
 
-def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[dict[Tensor, dict[str, Any]]], None]:
+CodeOfStep = Callable[[dict[Tensor, dict[str, Any]]], None]
+
+
+def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> CodeOfStep:
     """Return a function that runs the `step` of an optimizer's class, with hyperparameters, for a state's parameters.
 
     It calls the function below torch's wrapper around `step`: it runs many times for parts of a unit, and neither hooks

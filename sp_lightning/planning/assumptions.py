@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.layout import GROUP
-from sp_lightning.pipeline.device_budget import SHARE_OF_FREE_MEMORY
+from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.host_memory import total_host_memory
 from sp_lightning.pipeline.optimizer.kinds import STEP_BY_WEIGHT
 from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, parse_bytes

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 
-from sp_lightning.pipeline.gradients.landing import FEW_BUFFERS
+from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.planning.memory import device_bytes, host_bytes

@@ -62,7 +62,7 @@ class AutoPlanner(Planner):
         before = self._units, self._trains
         if arrangement.layout is not self._layout:
             self._layout = arrangement.layout
-            may_stream = engine.device_budget.nbytes is not None and arrangement.units
+            may_stream = engine.device_budget is not None and arrangement.units
             self._units = tuple(map(work_of, arrangement.all_units)) if may_stream else ()
         if not self._units:
             return None
@@ -107,7 +107,7 @@ class AutoPlanner(Planner):
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, choose the plan that takes least."""
-        options, budget = engine.options, engine.device_budget.nbytes
+        options, budget = engine.options, engine.device_budget
         if options.optimizer_on == "auto":
             _compile_updates(engine)
         machine = machine_of(engine, measured.recording, self._machine)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from sp_lightning.pipeline.device_budget import SHARE_OF_FREE_MEMORY
+from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import Assumptions, as_sold, ladder

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.pipeline import Afterwards, Pipeline
+from sp_lightning.pipeline.calls.masters import in_graphs
 from sp_lightning.pipeline.lanes.at_work import optimizer_waits
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.trainer import StrategyPart
@@ -131,7 +132,7 @@ class StepsMixin(StrategyPart):
             pipeline.in_all_processes(),
         ):
             if inputs is not None:
-                arguments["inputs"] = pipeline.backward_inputs(tree_leaves(inputs))
+                arguments["inputs"] = in_graphs(tree_leaves(inputs))
             yield
 
     def _overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:

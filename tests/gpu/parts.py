@@ -50,11 +50,8 @@ def on_device(
 ) -> Iterator[Pipeline]:
     """A pipeline on the device, one unit per block; always detached."""
     choices = PipelineOptions(**{"k": 2, "k_prime": 1, "units": is_block, **options})
-    pipe = Pipeline(model, device, options=choices, planner=planner)
-    try:
+    with Pipeline(model, device, options=choices, planner=planner) as pipe:
         yield pipe
-    finally:
-        pipe.detach()
 
 
 def micro_step(pipe: Pipeline, x: Tensor) -> Tensor:

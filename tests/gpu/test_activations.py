@@ -49,8 +49,7 @@ class Unsteady(Block):
 
 
 @pytest.mark.parametrize(
-    ("by", "autocast", "is_said"),
-    [(1e-5, False, False), (2e-3, True, False), (1e-2, False, True), (1e-1, True, True)],
+    ("by", "autocast", "is_said"), [(1e-5, False, False), (2e-3, True, False), (1e-2, False, True), (1e-1, True, True)]
 )
 def test_what_is_rounded_otherwise_is_no_other_result(
     by: float, autocast: bool, is_said: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch

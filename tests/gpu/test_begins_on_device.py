@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,14 +22,6 @@ EXACT = {"lr": 0.125, "momentum": 0.5}  # products with powers of two are exact,
 def on_device(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     return chain(4).to(device)
-
-
-@contextmanager
-def maybe_streamed(model: nn.Module, device: torch.device, streamed: bool) -> Iterator[Pipeline | None]:
-    pipeline = superpipeline(model, device, k=2) if streamed else None
-    yield pipeline
-    if pipeline is not None:
-        pipeline.detach()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline | None, device: torch.device) -> None:
@@ -86,7 +77,7 @@ def test_they_are_taken_over_in_the_middle_of_training(kind: Any, device: torch.
         optimizer = SGD(model.parameters(), **EXACT) if kind is SGD else kind(model.parameters(), foreach=False)
         train(model, optimizer, None, device)
         model(torch.ones(3, WIDTH, device=device)).sum().backward()
-        with maybe_streamed(model, device, streamed) as pipeline:
+        with superpipeline(model, device, k=2) if streamed else nullcontext() as pipeline:
             if pipeline is not None:
                 assert {weight.device.type for weight in model.parameters()} == {"cpu"}
                 assert {weight.grad.device.type for weight in model.parameters() if weight.grad is not None} == {"cpu"}

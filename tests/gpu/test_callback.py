@@ -13,11 +13,9 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.callback import PREFIX
 
-from ..lightning_modules import Notes
+from ..lightning_modules import Notes, trainer
 
 pytestmark = pytest.mark.gpu
-
-MOST = 100 << 20  # bytes
 
 
 class Net(L.LightningModule):
@@ -33,18 +31,11 @@ class Net(L.LightningModule):
 
 
 def fit(module, accelerator, logger, callback):
-    trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(k=2, optimizer_on="host"),  # or all would live there
-        accelerator=accelerator,
-        devices=1,
-        max_epochs=1,
-        logger=logger,
-        log_every_n_steps=4,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[callback],
+    strategy = SuperpipelineStrategy(k=2, optimizer_on="host")  # or all would live there
+    how = {"accelerator": accelerator, "devices": 1, "max_epochs": 1, "log_every_n_steps": 4}
+    trainer(strategy, **how, logger=logger, callbacks=[callback]).fit(
+        module, DataLoader(torch.randn(12 * 64, 256), batch_size=64)
     )
-    trainer.fit(module, DataLoader(torch.randn(12 * 64, 256), batch_size=64))
 
 
 @pytest.fixture

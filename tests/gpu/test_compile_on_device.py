@@ -30,16 +30,6 @@ class CompiledOnDevice(OnDevice):
             block.compile()
 
 
-class CompiledStreamed(Streamed):
-    """The same through a pipeline that compiles them."""
-
-    def __init__(self, case: Case, device: torch.device, activations: str) -> None:
-        self.masters = self.model = case.model()
-        options = PipelineOptions(k=2, units="Block", compile=True, activations=activations)
-        self.pipe = Pipeline(self.model, device, options=options)
-        self.step = self.pipe.step
-
-
 @pytest.mark.parametrize("activations", some(["recompute", "keep", "offload"], 3))
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_blocks_are_exact(backend: str, activations: str, device: torch.device) -> None:
@@ -51,12 +41,11 @@ def test_compiled_blocks_are_exact(backend: str, activations: str, device: torch
         torch._dynamo.reset()
         expected = train_case(case, device, CompiledOnDevice(case, device), None)
         torch._dynamo.reset()
-        streamed = CompiledStreamed(case, device, activations)
-        try:
+        options = PipelineOptions(k=2, units="Block", compile=True, activations=activations)  # type: ignore[arg-type]
+        streamed = Streamed(case, device, options)
+        with streamed.pipe:
             actual = train_case(case, device, streamed, None)
             assert streamed.pipe.stats.loads > 0
-        finally:
-            streamed.pipe.detach()
     assert_same_trace(expected, actual)
 
 
@@ -88,9 +77,8 @@ def test_flex_attention_trains(enabled: bool, device: torch.device) -> None:
     plain = Chain(Attention() for _ in range(4)).to(device)
     torch.manual_seed(0)
     model = Chain(Attention() for _ in range(4))
-    pipe = Pipeline(model, device, options=PipelineOptions(k=2, units=Attention))
     x = torch.randn(2, 128, 64, device=device)
-    try:
+    with Pipeline(model, device, options=PipelineOptions(k=2, units=Attention)) as pipe:
         for _ in range(3):
             losses = []
             for runner in (plain, model):
@@ -101,5 +89,3 @@ def test_flex_attention_trains(enabled: bool, device: torch.device) -> None:
             torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-3)
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.to(device), theirs.grad, rtol=5e-2, atol=1e-2)
-    finally:
-        pipe.detach()

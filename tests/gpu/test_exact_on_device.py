@@ -73,11 +73,9 @@ def compare(case: Case, device: torch.device, options: PipelineOptions, autocast
     """Train both ways."""
     expected = train_case(case, device, OnDevice(case, device), autocast)
     streamed = Streamed(case, device, replace(options, units=case.units))
-    try:
+    with streamed.pipe:
         actual = train_case(case, device, streamed, autocast)
         assert streamed.pipe.stats.loads > 0 or options.k >= streamed.pipe.summary().units or not case.streams
-    finally:
-        streamed.pipe.detach()
     assert_same_trace(expected, actual)
     assert all(p.device.type == "cpu" for p in streamed.model.parameters())
     assert all(b.device.type == "cpu" for b in streamed.model.buffers())

@@ -45,15 +45,9 @@ class Model(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=4 * WIDTH,
-            num_hidden_layers=10,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-        self.model = LlamaForCausalLM(config)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 10}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **sizes, **heads))
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -108,19 +102,10 @@ def told_speeds(machine: Machine, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Choose as if this had been measured: what is chosen does not depend on how busy the machine is."""
 
     def told(workload: Workload, _: Machine, budget: int, **kwargs: Any) -> Prediction:
-        units = [
-            replace(
-                unit,
-                forward_seconds=1e-3,
-                backward_seconds=2e-3,
-                ways=tuple(
-                    replace(way, repeating=seconds)
-                    for way in unit.ways
-                    for seconds in [1e-3 * (way.policy == "recompute")]
-                ),
-            )
-            for unit in workload.units
-        ]
+        units = []
+        for unit in workload.units:
+            ways = [replace(way, repeating=1e-3 if way.policy == "recompute" else 0.0) for way in unit.ways]
+            units.append(replace(unit, forward_seconds=1e-3, backward_seconds=2e-3, ways=tuple(ways)))
         return choose(replace(workload, units=tuple(units)), machine, budget, **kwargs)
 
     with patch.context() as patched:

@@ -6,6 +6,7 @@ import gc
 import io
 import random
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sp_lightning.planning.assumptions import OF_CONTEXT, OF_SYSTEM, as_sold
 from sp_lightning.planning.report import Row
 from sp_lightning.trainer import checkpoint_io
 
+from ..lightning_modules import trainer
 from ..second_device import IN_USE
 from ..zoo.quantized import Int8Weight
 from .test_memory_limits import LITTLE, room
@@ -83,153 +85,17 @@ def draw(seed: int) -> Drawn:
 
 
 class Model(L.LightningModule):
-    """The model that was drawn; notes what the host holds after each step."""
+    """The model that was drawn; notes what the host holds, and what stays on the device, as each step begins."""
 
     def __init__(self, drawn: Drawn) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.given = drawn.row.given
-        self.model: nn.Module = LlamaForCausalLM(drawn.config)
+        self.given, self.rows = drawn.row.given, drawn.rows
+        self.model = LlamaForCausalLM(drawn.config)
         if self.given.loss == "chunked":
             loss_in_slices(self.model)
         self.host_bytes = self.late_gradients = 0
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        pipeline: Any = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
-        counted, self.late_gradients = pipeline.summary(), pipeline.stats.late_gradients
-        on_host = counted.host_bytes + counted.host_gradient_bytes + counted.optimizer_bytes
-        self.host_bytes = max(self.host_bytes, on_host)
-        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.given.moments is None:
-            return torch.optim.AdamW(self.parameters())
-        return sp_lightning.optim.AdamW(self.parameters(), moments=self.given.moments)
-
-
-@pytest.mark.parametrize("seed", range(2 if IN_USE else 40))  # 40 take 20 minutes there
-def test_what_is_planned_to_fit_does(
-    seed: int, accelerator: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (
-        on_device,
-        pieces,
-        memory,
-    ):  # what is stepped at once is scaled as well: 200 MB are no tenth of 24 GB
-        monkeypatch.setattr(module, "PIECE", 2**16)
-    drawn = draw(seed)
-    given, step = drawn.row.given, drawn.row.step
-    assert step is not None
-    api = torch.get_device_module(device)
-    gc.collect()
-    before = api.memory_allocated(device)
-    api.reset_peak_memory_stats(device)
-    model = Model(drawn)
-    steps = STEPS * given.accumulate
-    words = torch.randint(drawn.config.vocab_size, (drawn.rows * steps, given.tokens // drawn.rows))
-    with room(device, given.device_bytes - OF_CONTEXT + LITTLE):
-        trainer = L.Trainer(
-            strategy=SuperpipelineStrategy(memory_budget=given.device_room),
-            accelerator=accelerator,
-            devices=1,
-            precision=given.precision,
-            gradient_clip_val=given.gradient_clip_val,
-            accumulate_grad_batches=given.accumulate,
-            max_steps=STEPS,
-            barebones=True,
-        )
-        trainer.fit(model, DataLoader(words, batch_size=drawn.rows))
-    taken = api.max_memory_allocated(device) - before
-    assert taken <= SLACK * (given.device_bytes - OF_CONTEXT)
-    assert model.host_bytes <= SLACK * step.host_bytes
-
-
-EIGHT = 8.19e9  # parameters of the model that is scaled down, with its device and host: 24 or 16 GiB and 64 GiB
-CONFIG = LlamaConfig(
-    vocab_size=1400,
-    hidden_size=256,
-    intermediate_size=896,
-    num_hidden_layers=10,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=False,
-)
-
-
-@pytest.mark.parametrize(("device_gib", "accumulate"), [(24, 2)] if IN_USE else [(24, 1), (24, 8), (16, 8)])
-def test_clipped_and_accumulated_where_host_memory_is_short(
-    device_gib: int, accumulate: int, accelerator: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model in the shape of an 8B one: gradients wait on the device, at least in the first steps."""
-    for module in (on_device, pieces, memory):
-        monkeypatch.setattr(module, "PIECE", 2**16)
-    with torch.device("meta"):
-        meta = LlamaForCausalLM(CONFIG)
-    numbers = sum(weight.numel() for weight in meta.parameters())
-    scale = numbers / EIGHT
-    given = Assumptions(
-        device_memory=OF_CONTEXT + int(device_gib * 2**30 * scale) + 2**22,
-        host_memory=as_sold(OF_SYSTEM + int(58 * 2**30 * scale)),
-        precision="bf16-true",
-        moments="int8",
-        gradient_clip_val=1.0,
-        accumulate=accumulate,
-        tokens=128,
-        length=64,
-    )
-    row = plan(meta, given).rows[0]
-    assert row.step is not None
-    limit = given.host_room
-    model = Model(Drawn(CONFIG, 2, row)).bfloat16()
-    taken: list[int] = []
-
-    def free() -> int:
-        strategy = getattr(model._trainer, "strategy", None)
-        if strategy is None or strategy.pipeline is None:
-            return limit - 2 * numbers
-        counted = strategy.pipeline.summary()
-        taken.append(counted.host_bytes + counted.host_gradient_bytes + counted.optimizer_bytes)
-        return limit - taken[-1]
-
-    for where in ("trainer.host_memory", "pipeline.window.places", "planning.planner"):
-        monkeypatch.setattr(f"sp_lightning.{where}.available_host_memory", free)
-    api = torch.get_device_module(device)
-    gc.collect()
-    before = api.memory_allocated(device)
-    api.reset_peak_memory_stats(device)
-    words = torch.randint(CONFIG.vocab_size, (2 * STEPS * accumulate, 64))
-    with room(device, given.device_bytes - OF_CONTEXT + LITTLE):
-        trainer = L.Trainer(
-            strategy=SuperpipelineStrategy(memory_budget=given.device_room),
-            accelerator=accelerator,
-            devices=1,
-            precision="bf16-true",
-            gradient_clip_val=1.0,
-            accumulate_grad_batches=accumulate,
-            max_steps=STEPS,
-            barebones=True,
-        )
-        trainer.fit(model, DataLoader(words, batch_size=2))
-    assert api.max_memory_allocated(device) - before <= SLACK * (given.device_bytes - OF_CONTEXT)
-    assert max(model.host_bytes, *taken) <= SLACK * limit
-    assert model.late_gradients > 0
-
-
-class Saves(Model):
-    """Saves a checkpoint in the midst of training, and counts what stays on the device as each step begins."""
-
-    def __init__(self, drawn: Drawn, path: Path) -> None:
-        super().__init__(drawn)
-        self.path = path
         self.living: list[int] = []
-        self.weights: dict[str, Tensor] = {}
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.living.append(len(self.trainer.strategy.pipeline.summary().living))  # type: ignore[attr-defined]
-        if batch_idx == 2:
-            self.trainer.save_checkpoint(self.path)
-            self.weights = {name: weight.detach().cpu().clone() for name, weight in self.named_parameters()}
-        return super().training_step(batch, batch_idx)
 
     def bytes_on_host(self) -> int:
         """Return what weights, gradients and optimizer state take of the host."""
@@ -243,32 +109,47 @@ class Saves(Model):
         tensors = [*self.parameters(), *tree_leaves([optimizer.state for optimizer in optimizers])]
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor) and tensor.device.type == "cpu")
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        pipeline: Any = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
+        self.late_gradients = pipeline.stats.late_gradients
+        self.host_bytes = max(self.host_bytes, self.bytes_on_host())
+        self.living.append(len(pipeline.summary().living))
+        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
 
-@pytest.mark.parametrize("clip", [1.0] if IN_USE else [None, 1.0])
-def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
-    clip: float | None,
-    accelerator: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """Checkpoints hold what there is no room to copy, and state for which there is none stays when training ends."""
-    with torch.device("meta"):
-        meta = LlamaForCausalLM(CONFIG)
-    numbers = sum(weight.numel() for weight in meta.parameters())
-    given = Assumptions(
-        device_memory=OF_CONTEXT + 8 * numbers + 2**25,
-        host_memory=as_sold(OF_SYSTEM + int(4.4 * numbers)),
-        precision="bf16-true",
-        moments="int8",
-        gradient_clip_val=clip,
-        tokens=128,
-        length=64,
-    )
-    row = plan(meta, given).rows[0]
-    assert row.step is not None
-    limit = given.host_room
-    model = Saves(Drawn(CONFIG, 2, row), tmp_path / "saved.ckpt").bfloat16()
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.given.moments is None:
+            return torch.optim.AdamW(self.parameters())
+        return sp_lightning.optim.AdamW(self.parameters(), moments=self.given.moments)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stepped at once is scaled as well: 200 MB are no tenth of 24 GB."""
+    for module in (on_device, pieces, memory):
+        monkeypatch.setattr(module, "PIECE", 2**16)
+
+
+def fit(model: Model, accelerator: str, device: torch.device) -> int:
+    """Train it on a device with the memory that is planned for; the most that it took."""
+    given = model.given
+    api = torch.get_device_module(device)
+    gc.collect()
+    before = api.memory_allocated(device)
+    api.reset_peak_memory_stats(device)
+    length = given.tokens // model.rows
+    words = torch.randint(model.model.config.vocab_size, (model.rows * STEPS * given.accumulate, length))
+    with room(device, given.device_bytes - OF_CONTEXT + LITTLE):
+        ours = trainer(
+            SuperpipelineStrategy(memory_budget=given.device_room),
+            accelerator=accelerator, devices=1, precision=given.precision, max_steps=STEPS,
+            gradient_clip_val=given.gradient_clip_val, accumulate_grad_batches=given.accumulate,
+        )  # fmt: skip
+        ours.fit(model, DataLoader(words, batch_size=model.rows))
+    return api.max_memory_allocated(device) - before
+
+
+def host_of(model: Model, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A host with so much memory; what the model takes of it, whenever somebody asks."""
     taken: list[int] = []
 
     def free() -> int:
@@ -278,22 +159,83 @@ def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
     for where in ("trainer.host_memory", "trainer.first_plan", "pipeline.window.places", "planning.planner"):
         monkeypatch.setattr(f"sp_lightning.{where}.available_host_memory", free)
     monkeypatch.setattr("sp_lightning.pipeline.host_memory.available_host_memory", free)
-    trainer = L.Trainer(
-        strategy=SuperpipelineStrategy(memory_budget=given.device_room),
-        accelerator=accelerator,
-        devices=1,
-        precision="bf16-true",
-        gradient_clip_val=clip,
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(model, DataLoader(torch.randint(CONFIG.vocab_size, (2 * STEPS, 64)), batch_size=2))
+    return taken
+
+
+@pytest.mark.parametrize("seed", range(2 if IN_USE else 40))  # 40 take 20 minutes there
+def test_what_is_planned_to_fit_does(seed: int, accelerator: str, device: torch.device) -> None:
+    drawn = draw(seed)
+    model, step = Model(drawn), drawn.row.step
+    assert step is not None
+    assert fit(model, accelerator, device) <= SLACK * (model.given.device_bytes - OF_CONTEXT)
+    assert model.host_bytes <= SLACK * step.host_bytes
+
+
+EIGHT = 8.19e9  # parameters of the model that is scaled down, with its device and host: 24 or 16 GiB and 64 GiB
+SIZES = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 10, "num_attention_heads": 4}
+CONFIG = LlamaConfig(vocab_size=1400, num_key_value_heads=2, tie_word_embeddings=False, **SIZES)
+
+
+@cache
+def shaped() -> tuple[nn.Module, int]:
+    """The model without memory, and how many parameters it has."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    return model, sum(weight.numel() for weight in model.parameters())
+
+
+def given_for(device_memory: int, of_host: float, **options: Any) -> tuple[Drawn, int]:
+    """The plan for that much memory, and what it leaves of the host."""
+    words: dict[str, Any] = {"precision": "bf16-true", "moments": "int8", "tokens": 128, "length": 64}
+    memory = {"device_memory": OF_CONTEXT + device_memory, "host_memory": as_sold(OF_SYSTEM + int(of_host))}
+    row = plan(shaped()[0], Assumptions(**memory, **words, **options)).rows[0]
+    assert row.step is not None
+    return Drawn(CONFIG, 2, row), row.given.host_room
+
+
+@pytest.mark.parametrize(("device_gib", "accumulate"), [(24, 2)] if IN_USE else [(24, 1), (24, 8), (16, 8)])
+def test_clipped_and_accumulated_where_host_memory_is_short(
+    device_gib: int, accumulate: int, accelerator: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in the shape of an 8B one: gradients wait on the device, at least in the first steps."""
+    scale = 2**30 * shaped()[1] / EIGHT
+    how = {"gradient_clip_val": 1.0, "accumulate": accumulate}
+    drawn, limit = given_for(int(device_gib * scale) + 2**22, 58 * scale, **how)
+    model = Model(drawn).bfloat16()
+    taken = host_of(model, limit, monkeypatch)
+    assert fit(model, accelerator, device) <= SLACK * (model.given.device_bytes - OF_CONTEXT)
+    assert max(model.host_bytes, *taken) <= SLACK * limit
+    assert model.late_gradients > 0
+
+
+class Saves(Model):
+    """Saves a checkpoint in the midst of training."""
+
+    path: Path
+    weights: dict[str, Tensor]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self.trainer.save_checkpoint(self.path)
+            self.weights = {name: weight.detach().cpu().clone() for name, weight in self.named_parameters()}
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("clip", [1.0] if IN_USE else [None, 1.0])
+def test_units_stay_from_the_first_step_on_where_host_memory_is_short(
+    clip: float | None, accelerator: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Checkpoints hold what there is no room to copy, and state for which there is none stays when training ends."""
+    numbers = shaped()[1]
+    drawn, limit = given_for(8 * numbers + 2**25, 4.4 * numbers, gradient_clip_val=clip)
+    model = Saves(drawn).bfloat16()
+    model.path = tmp_path / "saved.ckpt"
+    taken = host_of(model, limit, monkeypatch)
+    fit(model, accelerator, device)
     assert 0 < model.living[0] <= min(model.living)
     assert max(model.host_bytes, *taken) <= SLACK * limit
     assert all(weight.device.type == "cpu" for weight in model.parameters())
-    states = [tree_leaves(optimizer.state) for optimizer in trainer.optimizers]
+    states = [tree_leaves(optimizer.state) for optimizer in model.trainer.optimizers]
     assert any(value.device == device for state in states for value in state), "where there is no room for it"
     saved = torch.load(model.path, weights_only=False)
     tensors = [leaf for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)]

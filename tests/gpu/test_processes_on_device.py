@@ -7,7 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from ..pipeline.gradients.parts import assert_averages_closely
+from sp_lightning.pipeline import PipelineOptions
+
+from ..helpers import assert_close_trace
+from ..pipeline.gradients.parts import chain, train
 from ..processes import in_processes
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +20,9 @@ def on_the_device() -> None:
     """Closely, as the reference is stepped on the device; through gloo, as NCCL refuses processes that share one."""
     device = str(torch.accelerator.current_accelerator())
     for accumulate, in_backward in product((1, 2), (False, True)):
-        assert_averages_closely(accumulate=accumulate, device=device, in_backward=in_backward)
+        how = {"accumulate": accumulate, "device": device, "in_backward": in_backward}
+        streamed = train(chain, PipelineOptions(k=2, debug=True), **how)
+        assert_close_trace(train(chain, None, **how), streamed, atol=1e-6)
 
 
 def test_two_processes_on_one_device() -> None:

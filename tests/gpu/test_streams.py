@@ -19,11 +19,8 @@ from sp_lightning.planning import AutoPlanner
 
 from ..helpers import slow_host
 from ..second_device import IN_USE
-from ..zoo.blocks import Block
 from .parts import (
     BLOCK_BYTES,
-    BLOCKS,
-    HIDDEN,
     ROWS,
     WIDTH,
     big_chain,
@@ -37,19 +34,9 @@ from .parts import (
 pytestmark = pytest.mark.gpu
 
 
-def make_workspaces(device: torch.device) -> None:
-    """Run a block: torch keeps workspaces for its products, for each thread and library of kernels (1 to 32 MiB)."""
-    block = Block(WIDTH, HIDDEN).to(device)
-    block(torch.ones(ROWS, WIDTH, device=device, requires_grad=True)).sum().backward()
-
-
 @pytest.mark.parametrize(
     ("k", "pin", "activations"),
-    [
-        *product((1, 2, 3), [True], ["auto"]),
-        (2, True, "recompute"),
-        *product((1, 3), (True, False), ("offload",)),
-    ],
+    [*product((1, 2, 3), [True], ["auto"]), (2, True, "recompute"), *product((1, 3), (True, False), ("offload",))],
 )
 def test_copies_wait_for_the_computing(k: int, pin: bool, activations: str, cuda: torch.device) -> None:
     """With a device that lags far behind the host, memory is used again only when units and copies are done with it."""
@@ -103,29 +90,6 @@ def test_memory_that_cannot_be_page_locked_leaves_no_error_behind(cuda: torch.de
     assert torch.ones(2, device=cuda).sum() == 2
     backend.unpin(memory)
     backend.close()
-
-
-def test_peak_memory(device: torch.device) -> None:
-    """Two slots, gradients on their way and activations: a fraction of what the model takes, weights alone."""
-    api = torch.get_device_module(device)
-    make_workspaces(device)
-    model = big_chain()
-    api.synchronize()
-    before = api.memory_allocated()
-    api.reset_peak_memory_stats()
-    with on_device(model, device, k=2, activations="keep") as pipe:
-        optimizer = SGD(model.parameters(), lr=0.1)
-        x = torch.randn(ROWS, WIDTH, device=device)
-        for _ in range(3):
-            micro_step(pipe, x)
-            optimizer.step()
-            optimizer.zero_grad()
-        peak = api.max_memory_allocated() - before
-        summary = pipe.summary()
-    activations = BLOCKS * ROWS * 4 * (6 * WIDTH + 3 * HIDDEN)
-    assert summary.device_bytes <= 2.1 * BLOCK_BYTES
-    assert 2 * BLOCK_BYTES <= peak <= summary.device_bytes + 4 * BLOCK_BYTES + activations
-    assert peak < 0.7 * summary.model_bytes
 
 
 def test_copies_run_on_other_streams_beside_the_computing(cuda: torch.device, tmp_path: Path) -> None:

@@ -45,11 +45,7 @@ def test_visits_in_each_precision(precision: str, clip: float | None, accumulate
 @pytest.mark.parametrize("training", [{"in_backward": True}, {"clip": 0.1}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_placement_changes_no_number(
-    dtype: torch.dtype,
-    training: dict[str, Any],
-    seed: int,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, training: dict[str, Any], seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1024)
     expected, _ = train_placed(ADAMW, Fixed((2,)), device, steps=10, dtype=dtype, **training)

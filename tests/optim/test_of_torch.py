@@ -48,7 +48,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 )
 def test_it_is_cast_scale_clip_update_and_copy(cls, options, shape, kept, dtype):
     """In each dtype that weights are kept in and gradients come in."""
-    torch.manual_seed(0)
     theirs, ours = (nn.Parameter(torch.empty(shape, dtype=kept)) for _ in range(2))
     with torch.no_grad():
         ours.copy_(theirs.normal_())

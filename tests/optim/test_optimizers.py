@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import subprocess
@@ -144,10 +145,7 @@ def test_threads_do_not_matter():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: optim.AdamW([weight(torch.half)]),
-            "parameter 0 of its group is torch.float16 on cpu, but .* FP32 and",
-        ),
+        (lambda: optim.AdamW([weight(torch.half)]), "parameter 0 of its group is torch.float16 on cpu, but .* FP32"),
         (lambda: optim.Adam([weight(torch.double)]), "torch.float64 on cpu"),
         (lambda: optim.AdamW([weight(torch.float, device="meta")]), "torch.float32 on meta, but .* or an accelerator"),
         (lambda: optim.AdamW([("head", weight(torch.half))]), "head is torch.float16"),
@@ -165,12 +163,8 @@ def test_what_cannot_be_stepped_is_said(make, message):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(
-            ("AdamW", {name: value})
-            for name in ("lr", "eps", "weight_decay")
-            for value in (-1.0, float("nan"), "1e-3", None)
-        ),
-        *(("Adam", {"betas": value}) for value in ((0.9, 1.0), (float("nan"), 0.9), (0, 0.9), 0.9, (0.9,))),
+        *(("AdamW", {name: each}) for name in ("lr", "eps", "weight_decay") for each in (-1.0, math.nan, "1e-3", None)),
+        *(("Adam", {"betas": value}) for value in ((0.9, 1.0), (math.nan, 0.9), (0, 0.9), 0.9, (0.9,))),
         ("Adam", {"lr": torch.zeros(2)}),
     ],
 )
@@ -189,7 +183,6 @@ def weight(dtype, **options):
 @pytest.mark.parametrize(("moments", "less"), [("fp32", 0), ("int8", 3 - 4 / GROUP)])
 def test_lion(dtype, nbytes, moments, less):
     """Its master weights and its moment are those of its paper; a step of a wrong sign would be seen."""
-    torch.manual_seed(0)
     start = torch.randn(GROUP * 8).to(dtype)
     p = torch.nn.Parameter(start.clone())
     own = optim.Lion([p], lr=1e-3, weight_decay=0.1, moments=moments)
@@ -235,30 +228,15 @@ def test_what_is_refused_leaves_the_optimizer_as_it_was():
 @pytest.mark.parametrize(
     ("saved", "own", "message"),
     [
+        ((optim.AdamW, {"moments": "int8"}), (optim.AdamW, {}), "'int8', but this optimizer has moments='fp32'"),
         (
-            (optim.AdamW, {"moments": "int8"}),
-            (optim.AdamW, {}),
-            "'int8', but this optimizer has moments='fp32'",
-        ),
-        # codes without their scales
-        ((optim.AdamW, {"moments": "int8"}),) * 2
-        + ("has step, low, exp_avg_codes, exp_avg_sq_codes, exp_avg_sq_scale, but this",),
+            *[(optim.AdamW, {"moments": "int8"})] * 2,
+            "exp_avg_codes, exp_avg_sq_codes, exp_avg_sq_scale, but",
+        ),  # no scales
         ((torch.optim.AdamW, {"amsgrad": True}), (optim.AdamW, {}), "has step, exp_avg, .*, max_exp_avg_sq, but"),
-        (
-            (torch.optim.AdamW, {}),
-            (optim.Adam, {}),
-            "decoupled weight decay, but sp_lightning.optim.Adam has none",
-        ),
-        (
-            (torch.optim.AdamW, {"maximize": True}),
-            (optim.AdamW, {}),
-            "that sp_lightning.optim no longer supports",
-        ),
-        (
-            (torch.optim.AdamW, {}),
-            (optim.AdamW, {}),
-            "has step, exp_avg, exp_avg_sq, but this optimizer keeps step, low",
-        ),
+        ((torch.optim.AdamW, {}), (optim.Adam, {}), "decoupled weight decay, but sp_lightning.optim.Adam has none"),
+        ((torch.optim.AdamW, {"maximize": True}), (optim.AdamW, {}), "that sp_lightning.optim no longer supports"),
+        ((torch.optim.AdamW, {}), (optim.AdamW, {}), "has step, exp_avg, exp_avg_sq, but this optimizer keeps step"),
         ((optim.AdamW, {"size": 5}), (optim.AdamW, {}), r"low has the shape \(5,\), the parameter's \(3,\)"),
     ],
 )

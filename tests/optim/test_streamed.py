@@ -116,13 +116,7 @@ class Counting(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("cls", [Module, Manual])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(torch.optim.NAdam, eps=1e-3),
-        partial(Counting, defaults={"lr": 0.01}),
-    ],
-)
+@pytest.mark.parametrize("make", [partial(torch.optim.NAdam, eps=1e-3), partial(Counting, defaults={"lr": 0.01})])
 def test_state_has_the_default_dtype_of_the_users_thread(make: Any, precision: Any, cls: type[Module]) -> None:
     expected = fit(SingleDeviceStrategy(device="cpu"), make, cls, precision=precision)
     found = fit(SuperpipelineStrategy(k=2, k_prime=1), make, cls, precision=precision)

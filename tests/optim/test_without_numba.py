@@ -52,7 +52,6 @@ def test_streamed_training_has_the_bits_of_plain_training(autocast: bool, caplog
 @pytest.mark.usefixtures("without_numba")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_our_optimizer_has_the_bits_of_torchs(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(130, 17).to(dtype))
     plain = nn.Parameter(weight.detach().float().clone())
     ours, theirs = optim.AdamW([weight]), torch.optim.AdamW([plain], fused=True)

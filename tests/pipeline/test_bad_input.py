@@ -100,17 +100,8 @@ def test_more_together_than_there_are_warns() -> None:
         superpipeline(model(), "cpu", units=Block, k_prime=9).detach()
 
 
-def on_meta(module: nn.Module) -> None:
-    module.blocks[2].up.weight = nn.Parameter(torch.empty(64, 16, device="meta"))
-
-
-def lazy(module: nn.Module) -> None:
-    module.blocks[2].up = nn.LazyLinear(64)
-
-
-def made_in_inference_mode(module: nn.Module) -> None:
-    with torch.inference_mode():
-        module.blocks[2].up = nn.Linear(16, 64)
+def put(make: Callable[[], nn.Module]) -> Callable[[nn.Module], None]:
+    return lambda module: setattr(module.blocks[2], "up", make())
 
 
 def with_other_gradients(module: nn.Module) -> None:
@@ -127,9 +118,12 @@ def without_parameters(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (on_meta, "'blocks.2.up.weight' is on the meta device.*to_empty"),
-        (lazy, "'blocks.2.up.weight' has no shape yet.*one forward"),
-        (made_in_inference_mode, "'blocks.2.up.weight' was made in inference mode.*Build the model outside"),
+        (put(lambda: nn.Linear(16, 64, device="meta")), "'blocks.2.up.weight' is on the meta device.*to_empty"),
+        (put(lambda: nn.LazyLinear(64)), "'blocks.2.up.weight' has no shape yet.*one forward"),
+        (
+            put(torch.inference_mode()(lambda: nn.Linear(16, 64))),
+            "'blocks.2.up.weight' was made in inference mode.*Build the model outside",
+        ),
         (with_other_gradients, "'blocks.2.up.weight' is torch.float32, and its `grad_dtype` torch.float64"),
         (without_parameters, "`Chain` has no parameters"),
     ],

@@ -53,17 +53,10 @@ def test_k_prime_must_fit_into_k() -> None:
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
-        ("7", 7),
-        ("12GB", 12 * 10**9),
-        ("12GiB", 12 * 2**30),
-        ("1.5 mib", 3 * 2**19),
-        (0.5, 500),
-        (1.0, 1000),
-        (2, 2),
-        (" 1.5 gib ", 3 * 2**29),
-        ("100 B", 100),
+        ("7", 7), ("12GB", 12 * 10**9), ("12GiB", 12 * 2**30), ("1.5 mib", 3 * 2**19), (0.5, 500),
+        (1.0, 1000), (2, 2), (" 1.5 gib ", 3 * 2**29), ("100 B", 100),
     ],
-)
+)  # fmt: skip
 def test_amounts_of_memory(budget: int | float | str, expected: int) -> None:
     """An int is bytes, a float is a fraction of the device, text has a unit: 1.0 is the whole device."""
     assert parse_bytes(budget, device_bytes=1000) == expected

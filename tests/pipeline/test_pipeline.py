@@ -22,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.dlpack import to_dlpack
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline.optimizer.staying import move_all_but_parameters
 
 from .. import helpers
 from .parts import RecordingBackend
@@ -148,12 +149,9 @@ for _ in range(3):
 
 def test_a_process_may_end_without_detach() -> None:
     """A thread that was still stepping when the interpreter ended used to abort it."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _ENDS_WHILE_STEPPING],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    command = [sys.executable, "-W", "ignore", "-c", _ENDS_WHILE_STEPPING]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -210,7 +208,6 @@ def test_a_graph_without_units_is_waited_for(use: Callable[[nn.Module, Tensor], 
             losses.append(loss.detach())
         return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
-    torch.manual_seed(0)
     model = Probe(use)
     expected = story(copy.deepcopy(model), nullcontext)
     with attached(model) as pipeline:
@@ -243,6 +240,24 @@ def test_a_backward_after_the_end_says_so(activations: str) -> None:
         loss = model(torch.ones(1, 8)).sum()
     with pytest.raises(RuntimeError, match=r"a graph that was built before superpipeline .* in `detach\(\)`"):
         loss.backward()
+
+
+def test_what_the_root_moves_in_a_to_of_its_own() -> None:
+    """A teacher that is no submodule, say, so that its weights are not trained, nor saved; parameters stay."""
+
+    class Distilled(nn.Sequential):
+        teacher = (nn.Linear(4, 4),)
+
+        def to(self, *args: Any, **kwargs: Any) -> Distilled:
+            self.teacher[0].to(*args, **kwargs)
+            return super().to(*args, **kwargs)
+
+    root = Distilled(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    move_all_but_parameters(root, torch.device("meta"))
+    assert root.teacher[0].weight.is_meta
+    assert {buffer.device.type for buffer in root.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in root.parameters()} == {"cpu"}
+    assert "_apply" not in vars(root)
 
 
 class Returns(nn.Module):

@@ -1,4 +1,4 @@
-"""What a pipeline tells of itself."""
+"""What a pipeline tells of itself, and counts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch.optim import Adam
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats
+from sp_lightning.pipeline.activations.memory import Meter
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.stats import readable_bytes
 
 from ..planning.parts import Fixed
 from ..zoo.blocks import Block, chain
+from .parts import host_backend
 
 
 def test_readable_bytes() -> None:
@@ -30,6 +32,18 @@ def test_clearing_counters() -> None:
     stats.clear()
     left = {name: value for name, value in asdict(stats).items() if value}
     assert left == {"activation_bytes": held, "activation_peak_bytes": held}
+
+
+def test_an_activation_in_the_place_of_a_replaced_buffer_counts() -> None:
+    """Memory is known by its identity, which no other tensor may get when a buffer is gone."""
+    with host_backend() as backend:
+        meter = Meter(backend, Stats())
+        buffer = torch.ones(4)
+        meter.leave_out([buffer])
+        assert meter.hold(buffer[1:]) is None
+        del buffer
+        activations = [torch.ones(4) for _ in range(1000)]
+        assert all(meter.hold(activation) is not None for activation in activations)
 
 
 def test_the_summary_of_a_model() -> None:

@@ -23,7 +23,6 @@ from sp_lightning.pipeline.torch_private import (
     has_foreign_step_hooks,
     in_backward,
     parts_of,
-    profiler_is_on,
     scope_that_ends_before_backward,
     step_is_replaced,
     storage_key,
@@ -129,12 +128,6 @@ def test_zero_grad_is_told_from_other_looks() -> None:
     assert found == [None, True, False, True, False]
 
 
-def test_the_profiler_is_noticed() -> None:
-    with torch.profiler.profile():
-        assert profiler_is_on()
-    assert not profiler_is_on()
-
-
 def test_scopes_that_end_before_backward() -> None:
     layer = parametrizations.weight_norm(torch.nn.Linear(2, 2))
     assert scope_that_ends_before_backward() is None
@@ -156,10 +149,10 @@ def test_has_foreign_step_hooks() -> None:
         assert has_foreign_step_hooks(optimizer)
         handle.remove()
     for register in register_for_all:
-        handle = register(lambda *_: None)
-        assert has_foreign_step_hooks(optimizer, own=0)
-        assert not has_foreign_step_hooks(optimizer, own=1)
-        handle.remove()
+        with register(lambda *_: None):
+            assert not has_foreign_step_hooks(optimizer)  # it may be the engine's
+            with register(lambda *_: None):
+                assert has_foreign_step_hooks(optimizer)
 
 
 def test_a_step_that_is_not_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

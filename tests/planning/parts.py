@@ -121,15 +121,10 @@ class Fixed(Planner):
         units = arrangement.units
         everything = [*units, arrangement.resident] if arrangement.resident.every_weight else units
         numbers = [*chosen, (), (), ()][:3]
-        on_device, visiting, waiting = ([everything[n] for n in some if n < len(everything)] for some in numbers)
-        return WindowPlan(
-            k,
-            on_device=tuple(unit.name for unit in on_device),
-            visiting=tuple(unit.name for unit in visiting),
-            waiting=tuple(unit.name for unit in waiting),
-            defers_visits=self._defers_visits,
-            on_device_bytes=sum(measured_work(engine, unit).bytes_on_device for unit in on_device),
-        )
+        placed = [[everything[n] for n in some if n < len(everything)] for some in numbers]
+        on_device, visiting, waiting = [tuple(unit.name for unit in some) for some in placed]
+        plan = WindowPlan(k, on_device, visiting=visiting, waiting=waiting, defers_visits=self._defers_visits)
+        return replace(plan, on_device_bytes=sum(measured_work(engine, unit).bytes_on_device for unit in placed[0]))
 
 
 class Wanders(Planner):
@@ -149,13 +144,8 @@ class Wanders(Planner):
             living = self._draw([*units, arrangement.resident.name])
             visiting = self._draw(units)
             waiting = self._draw([*units, arrangement.resident.name])
-            self._plan = WindowPlan(
-                self._random.randint(1, 3),
-                on_device=living,
-                visiting=visiting,
-                waiting=waiting,
-                defers_visits=self._random.random() < 0.5,
-            )
+            k, defers = self._random.randint(1, 3), self._random.random() < 0.5
+            self._plan = WindowPlan(k, on_device=living, visiting=visiting, waiting=waiting, defers_visits=defers)
         return self._plan
 
     def _draw(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -223,6 +213,15 @@ def train_placed(
         pipeline.detach()
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
     return {"losses": losses, "weights": weights, "state": optimizer.state_dict()["state"]}, stats
+
+
+def take_steps(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    """Steps of a plain loop, also after one that has failed."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,9 @@ from .parts import Blocks, Fixed
 
 MACHINES = {name: Blocks(**vars(machine)) for name, machine in simulated.MACHINES.items()}
 WINDOWS = [
-    (1, ()),
-    (2, ()),
-    (4, ()),
-    (16, ()),
-    (2, (4, 11)),
-    (3, (0, 5, 10, 15)),
-    (2, (1, 3, 5, 7, 9, 11, 13, 15)),
-    (2, (0, 1, 2, 3, 4, 5)),
-]
+    (1, ()), (2, ()), (4, ()), (16, ()), (2, (4, 11)), (3, (0, 5, 10, 15)),
+    (2, (1, 3, 5, 7, 9, 11, 13, 15)), (2, (0, 1, 2, 3, 4, 5)),
+]  # fmt: skip
 BLOCKS = MACHINES["sending is the slowest"]
 
 

@@ -211,15 +211,11 @@ def test_every_unit_is_stepped_where_it_is_fastest(model, memory, on_host, secon
 
 # GiB beside weights, at 8192 tokens: counted in steps that ran on the meta device, with fused attention
 COUNTED = [
-    ("1.5B", "bf16-mixed", 39.90, 16.23),
-    ("1.5B", "bf16-true", 36.77, 15.45),
-    ("8B", "bf16-mixed", 71.22, 16.19),
-    ("8B", "bf16-true", 63.03, 14.00),
-    ("14B", "bf16-mixed", 112.79, 21.98),
-    ("14B", "bf16-true", 97.55, 17.99),
-    ("1.5B, chunked", "bf16-mixed", 26.82, 3.60),
-    ("1.5B, chunked", "bf16-true", 23.52, 2.21),
-]
+    ("1.5B", "bf16-mixed", 39.90, 16.23), ("1.5B", "bf16-true", 36.77, 15.45),
+    ("8B", "bf16-mixed", 71.22, 16.19), ("8B", "bf16-true", 63.03, 14.00),
+    ("14B", "bf16-mixed", 112.79, 21.98), ("14B", "bf16-true", 97.55, 17.99),
+    ("1.5B, chunked", "bf16-mixed", 26.82, 3.60), ("1.5B, chunked", "bf16-true", 23.52, 2.21),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "precision", "kept", "recomputed"), COUNTED)

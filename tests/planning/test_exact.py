@@ -32,15 +32,11 @@ MOMENTUM, ADAMW = partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=1e-2, w
 @pytest.mark.parametrize(
     "training",
     [
-        {},
-        {"accumulate": 3},
-        {"clip": 0.01},
-        {"autocast": True},
-        {"activations": "recompute"},
+        {}, {"accumulate": 3}, {"clip": 0.01}, {"autocast": True}, {"activations": "recompute"},
         {"activations": "offload"},
     ],
     ids=["plain", "accumulation", "clipping", "bf16 autocast", "recompute", "offload"],
-)
+)  # fmt: skip
 def test_a_window_that_changes_at_every_step(windows: Any, optimizer: Make, training: dict[str, Any]) -> None:
     planner = Fixed(*windows)
     plain = {key: value for key, value in training.items() if key != "activations"}

@@ -18,7 +18,7 @@ from sp_lightning.planning.measure import may_live_on_device
 from ..helpers import is_block
 from ..simulated import UNIT_BYTES
 from ..zoo.blocks import Chain, chain
-from .parts import Blocks, Fixed, mapped_without_collector
+from .parts import Blocks, Fixed, mapped_without_collector, take_steps
 
 SLOW_HOST = Blocks(forward=0.1, backward=0.9, up=0.1, down=0.9, step=2.0, units=12)
 SLOW_COPIES = Blocks(forward=0.4, backward=0.8, up=1.5, down=0.9, step=0.5, units=12)
@@ -31,13 +31,6 @@ def attach(*windows: tuple[Any, ...]) -> tuple[Chain, Pipeline]:
     planner = Fixed(*(windows or ((2,), (2, (1, 4)))))
     backend = HostBackend(poison=True, max_delay=0.002)
     return model, Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
-
-
-def take_steps(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        model(torch.ones(4, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("blocks", [SLOW_HOST, SLOW_COPIES], ids=["slow host", "slow copies"])
@@ -142,7 +135,6 @@ def losses_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("name", LOOK_AT_WEIGHTS_TOGETHER)
 def test_optimizers_that_look_at_weights_together(name: str) -> None:
     """Everything lives on the device, or nothing does, from the first forward of a step on: not in the middle of it."""
-    torch.manual_seed(0)
     plain = chain(6, 16, 32)
     expected = losses_of(plain, LOOK_AT_WEIGHTS_TOGETHER[name](plain.parameters()))
     everything = (2, range(7))

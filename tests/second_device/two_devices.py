@@ -54,17 +54,10 @@ class InTurns(Sampler[int]):
 def train(devices: int, precision: str) -> dict[str, Tensor]:
     """Train; the weights."""
     rows = torch.randn(ROWS, 6, 16, generator=torch.Generator().manual_seed(1))
-    trainer = L.Trainer(
-        accelerator="gpu",
-        devices=devices,
-        strategy="auto" if devices == 1 else SuperpipelineStrategy(k=2, process_group_backend="gloo"),
-        precision=precision,
-        accumulate_grad_batches=1 if devices == 2 else 2,
-        gradient_clip_val=0.5,
-        max_epochs=2,
-        use_distributed_sampler=False,
-        barebones=True,
-    )
+    strategy = "auto" if devices == 1 else SuperpipelineStrategy(k=2, process_group_backend="gloo")
+    where = {"accelerator": "gpu", "devices": devices, "strategy": strategy, "use_distributed_sampler": False}
+    how = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2 // devices, "max_epochs": 2, "barebones": True}
+    trainer = L.Trainer(**where, **how, precision=precision)
     model = Model()
     trainer.fit(model, DataLoader(rows, BATCH, sampler=InTurns(trainer.global_rank, devices)))
     return {f"{precision} {name}": value.cpu() for name, value in model.state_dict().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,18 +37,9 @@ def masked_batch() -> Batch:
 
 def gpt2(tied: bool = True, layers: int = 4, checkpoint: bool | None = None) -> nn.Module:
     """GPT-2 with dropout; ``checkpoint`` turns on transformers' own checkpointing with that ``use_reentrant``."""
-    model = hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=16,
-            n_embd=16,
-            n_layer=layers,
-            n_head=2,
-            tie_word_embeddings=tied,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": layers, "n_head": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **ends, tie_word_embeddings=tied))
     if checkpoint is not None:
         with warnings.catch_warnings():  # newer transformers call it activation_checkpointing_enable
             warnings.simplefilter("ignore", FutureWarning)
@@ -71,19 +63,9 @@ def albert() -> nn.Module:
 
 def t5() -> nn.Module:
     """Tied embeddings in encoder, decoder and head; the first block's position bias is used by the others."""
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.1,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-        )
-    ).train()
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = hf.T5Config(**sizes, dropout_rate=0.1, decoder_start_token_id=0, pad_token_id=0)
+    return hf.T5ForConditionalGeneration(config).train()
 
 
 def mixtral() -> nn.Module:
@@ -168,6 +150,7 @@ def no_cache(model: nn.Module, batch: Batch) -> Any:
     return model(**batch, use_cache=False)
 
 
+CACHELESS: dict[str, Any] = {"call": no_cache, "heavy": True}
 CASES = [
     Case("gpt2-tied", gpt2, causal_batch, own_loss, autocast=True, heavy=True),
     Case("llama-untied", llama, masked_batch, own_loss, clip=0.5, heavy=True, autocast=True),
@@ -180,16 +163,6 @@ CASES = [
     ),
     Case("lstm", RecurrentLM, lambda: (tokens(),), next_token_loss, autocast=True),
     Case("nn-transformer-encoder", EncoderLM, encoder_batch, logits_loss, autocast=True),
-    *(
-        Case(
-            f"gpt2-checkpoint-{'reentrant' if reentrant else 'plain'}",
-            lambda r=reentrant: gpt2(checkpoint=r),
-            causal_batch,
-            own_loss,
-            call=no_cache,
-            heavy=True,
-            autocast=not reentrant,
-        )
-        for reentrant in (False, True)
-    ),
+    Case("gpt2-checkpoint-plain", partial(gpt2, checkpoint=False), causal_batch, own_loss, **CACHELESS, autocast=True),
+    Case("gpt2-checkpoint-reentrant", partial(gpt2, checkpoint=True), causal_batch, own_loss, **CACHELESS),
 ]

@@ -29,6 +29,4 @@ def llava_batch() -> Batch:
     }
 
 
-CASES = [
-    Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True),
-]
+CASES = [Case("llava", llava, llava_batch, own_loss, heavy=True, autocast=True)]

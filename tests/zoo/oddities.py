@@ -234,6 +234,10 @@ class ComplexBlock(nn.Module):
         return (x.double() * self.gain).float().tanh()
 
 
+def complex_chain() -> nn.Module:
+    return Chain(ComplexBlock() for _ in range(4))
+
+
 class Listed(nn.Module):
     """ParameterList, ParameterDict, an integer and an empty parameter, a scalar, and a non-persistent buffer."""
 
@@ -360,15 +364,14 @@ class Mixture(nn.Module):
         return self.bilinear(y, x) + torch.einsum("pw,bcw->bcp", self.embedding(positions), y)
 
 
+def sequences() -> Batch:
+    return (torch.randn(2, 5, WIDTH),)
+
+
 CASES = [
     Case("inplace-residual-on-view", InplaceResidual, rows, autocast=True),
     Case("inplace-on-input", lambda: Chain([Block(), *(InplaceOnInput() for _ in range(3))]), rows),
-    Case(
-        "weight-on-ctx",
-        lambda: StashingChain(Stashing(inplace=False) for _ in range(5)),
-        rows,
-        autocast=True,
-    ),
+    Case("weight-on-ctx", lambda: StashingChain(Stashing(inplace=False) for _ in range(5)), rows, autocast=True),
     Case("weight-on-ctx-and-view-returned", lambda: Chain(Fused() for _ in range(5)), rows),
     Case("weight-on-ctx-and-inplace-view", lambda: StashingChain(Stashing(inplace=True) for _ in range(5)), rows),
     Case("structured-outputs", Structured, rows, lambda out, batch: (out["out"] * out["sum"]).mean()),
@@ -378,29 +381,14 @@ CASES = [
     Case("calls-forward", lambda: CallsForward(Block() for _ in range(4)), rows, streams=False),
     Case("maml", lambda: chain(3), rows, backward=maml, streams=False),
     *(
-        Case(
-            f"{wrap.__name__.replace('_', '-')}-{'old' if old else 'parametrization'}",
-            lambda w=wrap, o=old: w(o),
-            rows,
-        )
-        for wrap in (weight_norm, spectral_norm)
+        Case(f"{name}-{'old' if old else 'parametrization'}", partial(wrap, old), rows)
+        for name, wrap in {"weight-norm": weight_norm, "spectral-norm": spectral_norm}.items()
         for old in (True, False)
     ),
-    Case(
-        "multihead-attention",
-        lambda: Chain(Attention() for _ in range(3)),
-        lambda: (torch.randn(2, 5, WIDTH),),
-        autocast=True,
-    ),
+    Case("multihead-attention", lambda: Chain(Attention() for _ in range(3)), sequences, autocast=True),
     Case("layer-mixture", lambda: Chain(Mixture() for _ in range(3)), lambda: (torch.randn(4, 3, WIDTH),)),
     Case("embedding-max-norm", MaxNorm, lambda: (torch.randint(0, 30, (3, 4)),)),
-    Case(
-        "complex-and-float64",
-        lambda: Chain(ComplexBlock() for _ in range(4)),
-        rows,
-        optimizers=adamw_loop,
-        autocast=True,
-    ),
+    Case("complex-and-float64", complex_chain, rows, optimizers=adamw_loop, autocast=True),
     Case("parameter-lists", Listed, rows),
     Case("strided-weights", strided, rows, optimizers=adamw_loop),
     Case("shared-across-units", SharedAcross, rows, autocast=True),

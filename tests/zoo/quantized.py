@@ -23,12 +23,9 @@ from .case import Case
 _LEVELS = 127
 _aten = torch.ops.aten
 _APPLIED_TO_BOTH = {
-    _aten.detach.default,
-    _aten.clone.default,
-    _aten._to_copy.default,
-    _aten.t.default,
+    _aten.detach.default, _aten.clone.default, _aten._to_copy.default, _aten.t.default,
     _aten.transpose.int,
-}
+}  # fmt: skip
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

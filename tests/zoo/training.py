@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
 from .blocks import WIDTH, Block, Chain, LoRALinear, chain, rows
-from .case import Batch, Case, call_with_batch, sum_of_squares
+from .case import Batch, Case
 
 
 class Siamese(nn.Module):
@@ -281,12 +281,17 @@ def sparse_optimizers(model: nn.Module) -> list[Optimizer]:
     ]
 
 
+def ids() -> Batch:
+    return (torch.randint(0, 50, (3, 4)),)
+
+
 CHECKPOINTED: dict[str, Callable[[bool], nn.Module]] = {
     "checkpointed-blocks": CheckpointedBlocks,
     "checkpoint-inside": lambda reentrant: Chain(CheckpointInside(reentrant) for _ in range(4)),
     "nested-checkpoint": NestedCheckpoint,
 }
 
+NEEDS_GRAD: dict[str, Any] = {"call": needs_grad, "autocast": True}
 CASES = [
     Case("chain", lambda: chain(6, dropout=0.1), rows, clip=0.1, autocast=True),
     Case("siamese", Siamese, lambda: (*rows(), *rows()), autocast=True),
@@ -296,37 +301,17 @@ CASES = [
     Case("half-frozen", half_frozen, rows),
     Case("top-k", lambda: Chain(SparseLinear(WIDTH, WIDTH) for _ in range(5)), rows, autocast=True),
     Case("unused-parameters", Unused, rows),
-    Case(
-        "stochastic-depth",
-        lambda: StochasticDepth(Block() for _ in range(7)),
-        rows,
-        accumulate=1,
-        autocast=True,
-    ),
+    Case("stochastic-depth", lambda: StochasticDepth(Block() for _ in range(7)), rows, accumulate=1, autocast=True),
     Case("frozen-encoder", FrozenEncoder, rows, autocast=True),
     Case("momentum-encoder", MomentumContrast, rows),
     Case("shuffled-order", lambda: ShuffledOrder(Block() for _ in range(5)), rows),
     *(
-        Case(
-            f"{name}-{'reentrant' if reentrant else 'plain'}",
-            partial(build, reentrant),
-            rows,
-            call=needs_grad,
-            autocast=True,
-        )
+        Case(f"{name}-{'reentrant' if reentrant else 'plain'}", partial(build, reentrant), rows, **NEEDS_GRAD)
         for reentrant in (False, True)
         for name, build in CHECKPOINTED.items()
     ),
     Case("two-losses", lambda: chain(4, dropout=0.1), rows, backward=two_losses, autocast=True),
     Case("two-graphs", lambda: chain(4, dropout=0.1), rows, backward=two_graphs, autocast=True),
     Case("gan", Gan, rows, optimizers=gan_optimizers, train_step=gan_step),
-    Case(
-        "sparse-embedding",
-        SparseEmbedding,
-        lambda: (torch.randint(0, 50, (3, 4)),),
-        sum_of_squares,
-        call_with_batch,
-        sparse_optimizers,
-        autocast=True,
-    ),
+    Case("sparse-embedding", SparseEmbedding, ids, optimizers=sparse_optimizers, autocast=True),
 ]

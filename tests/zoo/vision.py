@@ -60,6 +60,10 @@ def resnet50(bottlenecks: Sequence[int] = (3, 4, 6, 3)) -> nn.Module:
     return model
 
 
+def small_resnet50() -> nn.Module:
+    return resnet50((1, 2, 2, 1))
+
+
 class DoubleConv(nn.Sequential):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(
@@ -105,15 +109,7 @@ class UNet(nn.Module):
 CASES = [
     Case("vit", vit, vit_batch, own_loss, autocast=True, heavy=True),
     Case("swin", swin, lambda: images(16), class_loss, image_call, heavy=True, autocast=True),
-    Case(
-        "resnet50",
-        lambda: resnet50((1, 2, 2, 1)),
-        lambda: images(32),
-        class_loss,
-        image_call,
-        heavy=True,
-        autocast=True,
-    ),
+    Case("resnet50", small_resnet50, lambda: images(32), class_loss, image_call, heavy=True, autocast=True),
     Case("channels-last", lambda: UNet().to(memory_format=torch.channels_last), lambda: (torch.randn(2, 3, 16, 16),)),
     Case("unet", UNet, lambda: (torch.randn(2, 3, 16, 16),), autocast=True),
 ]

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.pipeline.activations.host_pool import HostPool
-from sp_lightning.pipeline.activations.memory import Charge, Meter
+from sp_lightning.pipeline.activations.memory import Charge, HostPool, Meter
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats

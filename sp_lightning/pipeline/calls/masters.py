@@ -28,8 +28,7 @@ from sp_lightning.pipeline.operations import (
 )
 from sp_lightning.pipeline.torch_private import storage_key, without_torch_function
 from sp_lightning.pipeline.weights.autocast import LoweredParameter, Lowering
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter
+from sp_lightning.pipeline.weights.leaf import CopiedPlainly, DepartedLeaf, EagerLeaf, TwinParameter
 from sp_lightning.pipeline.weights.overrides import see_all_uses
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight

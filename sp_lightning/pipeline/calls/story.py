@@ -31,8 +31,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.nodes import CallToCome, before_backward, nodes_of
-from sp_lightning.pipeline.calls.running_call import RunningCall
+from sp_lightning.pipeline.calls.nodes import CallToCome, RunningCall, before_backward, nodes_of
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -295,8 +294,7 @@ class Story:
         if unit.update.is_early:
             return
         for member in unit.members:
-            others = set(member.needed).difference(call.needed)
-            if all(other.presence.is_valid for other in others):
+            if all(needed in call.needed or needed.presence.is_valid for needed in member.needed):
                 member.put_in_twins(self.backward.follow_requires_grad)
 
     def end_backward(self, some_came: bool) -> None:

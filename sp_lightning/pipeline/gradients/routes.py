@@ -9,7 +9,7 @@
 
 A unit's gradients are put together in a *staging buffer* on the device, and leave it with one copy. Those that do not
 stay where they land go through a *landing buffer* on the host, on their way into a sum or into the optimizer. There are
-few such buffers, of fixed sizes (landing.py): they limit how far work on the host may fall behind.
+few such buffers, of fixed sizes (gradient_memory.py): they limit how far work on the host may fall behind.
 
 If norms are measured, gradients that land in memory next to the masters bring theirs; norms of sums are measured there.
 Gradients that stay are read there when the unit visits, or go to the host when the optimizer needs them (waiting.py).
@@ -18,7 +18,7 @@ Gradients that stay are read there when the unit visits, or go to the host when 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,66 +27,19 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.passes import add
-from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
-from sp_lightning.pipeline.gradients.landing import LandingBuffers
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, Stored
+from sp_lightning.pipeline.gradients.gradient_memory import (
+    GradientMemory,
+    LandingBuffer,
+    LandingBuffers,
+    StagingBuffers,
+)
+from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients, Stored
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients, add_on_device, move_to_host
-from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
+from sp_lightning.pipeline.lanes.backend import is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
-from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
-from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, gradient_bytes, norm_dtype_of
+from sp_lightning.pipeline.weights.segment import norm_dtype_of
 from sp_lightning.pipeline.window.window import Window
-
-
-class StagingBuffers:
-    """Buffers on the device in which units' gradients are packed; they take turns, and any unit's gradients fit."""
-
-    def __init__(self, units: Sequence[Unit], backend: Backend) -> None:
-        self._units = units
-        self._backend = backend
-        self._buffers: list[GradientMemory] = []
-        self.buffer_count = STAGING_BUFFERS
-
-    def reserve(self) -> None:
-        """Allocate the buffers before a step: during it they would split memory that activations need in one piece."""
-        if self._buffers:
-            return
-        nbytes = max((gradient_bytes(unit.weights) for unit in self._units), default=0)
-        if nbytes:
-            for _ in range(self.buffer_count):
-                self._buffers.append(GradientMemory(self._backend.allocate(nbytes)))
-
-    def release(self) -> None:
-        """Drop buffers that have grown; computing waits for the copies out of them."""
-        for buffer in self._buffers:
-            if buffer.ticket is not None:
-                self._backend.trace.wait(buffer.ticket, "gradients")
-        self._buffers.clear()
-
-    def take(self, nbytes: int) -> GradientMemory:
-        """Return the next buffer, of at least `nbytes`; computing waits until the last copy out of it is done."""
-        self.reserve()
-        buffer = self._buffers[0]
-        last_copy = buffer.ticket
-        # If this wait fails, so does the step, and the next step finds nothing under way.
-        buffer.ticket = None
-        if last_copy is not None:
-            self._backend.trace.wait(last_copy, "gradients")
-        if buffer.bytes.nbytes < nbytes:  # some weights were frozen, or lowered, when it was made
-            buffer = GradientMemory(self._backend.allocate(nbytes))
-        self._buffers = [*self._buffers[1:], buffer]
-        return buffer
-
-    def nbytes(self) -> int:
-        """Return the bytes of device memory."""
-        return sum(buffer.bytes.nbytes for buffer in self._buffers)
-
-    def drop_buffers(self) -> None:
-        """Let go of the buffers."""
-        self._buffers.clear()
-        self.buffer_count = STAGING_BUFFERS
 
 
 class _Sum(NamedTuple):
@@ -184,11 +137,8 @@ class Routes:
     def _keep(self, of_segment: SegmentGradients) -> None:
         """Copy gradients, and their norms if these are measured, to the unit's own memory, where they stay."""
         of_segment.wait()  # earlier gradients may be on their way to that memory
-        gathered = of_segment.take_gathered()
         memory = of_segment.beside.get(of_segment.layout, pin=True)
-        has_norms = self.measures_norms and of_segment.layout.norm_dtype is not None
-        self._download(of_segment, gathered, memory, has_norms)
-        of_segment.record_download(memory, gathered, has_norms)
+        self._download(of_segment, memory, self.measures_norms and of_segment.layout.norm_dtype is not None)
 
     def _pass_to_step(self, of_segment: SegmentGradients) -> None:
         """Copy gradients to a landing buffer for the optimizer, which does not keep them."""
@@ -216,7 +166,7 @@ class Routes:
         job = Job(partial(_add_up, sums, norm_dtype), after, moved_bytes, buffer.release)
         ticket = self._backend.trace.work(Kind.ADD, of_segment.unit.name, job)
         buffer.set_reader(ticket)
-        of_segment.set_ticket(ticket)
+        of_segment.ticket = ticket
 
     def _stay(self, of_segment: SegmentGradients, more_comes: bool) -> None:
         """Keep gradients on the device until the unit is updated, and add them to earlier ones there.
@@ -225,7 +175,7 @@ class Routes:
         go to the host.
         """
         of_segment.release_memory()  # it is not needed any more; this also waits for earlier norms
-        of_segment.mark_on_device()
+        assert of_segment.stored is not Stored.ON_HOST, of_segment.unit.name
         gathered = of_segment.gathered
         with untracked():
             for gradient in list(gathered):
@@ -248,45 +198,35 @@ class Routes:
         Gradients of an earlier backward pass are measured again, even if their weights were frozen since, because they
         share the memory for norms.
         """
-        stored = of_segment.stored_gradients
+        stored = of_segment.stored_tensors
         norm_dtype = norm_dtype_of([gradient.weight for gradient in stored])
         if norm_dtype is None:
             for gradient in stored:
                 gradient.norm = None
             return
-        tensors = [gradient.tensor for gradient in stored if gradient.tensor is not None]
-        _, nbytes = lay_out([len(of_segment.gradients) * torch.float32.itemsize])
+        nbytes = len(of_segment.gradients) * torch.float32.itemsize
         # Not a staging buffer: computing would wait for gradients of other units that are on their way.
         on_device = self._norms.get(of_segment)
-        if on_device is None or on_device.bytes.nbytes < nbytes:
+        if on_device is None:
             on_device = self._norms[of_segment] = GradientMemory(self._backend.allocate(nbytes))
-        measured = tensor_in(on_device.bytes, 0, torch.empty(len(stored), device="meta"), torch.float32)
-        torch.stack(torch._foreach_norm(tensors, 2, norm_dtype), out=measured)
+        measured = on_device.bytes.view(torch.float32)[: len(stored)]
+        torch.stack(torch._foreach_norm(list(stored.values()), 2, norm_dtype), out=measured)
         memory = of_segment.segment.memory.get_companion("norms", nbytes, pin=True).bytes
         self.download_part(of_segment, memory[: measured.nbytes], on_device)
-        landed = tensor_in(memory, 0, measured, torch.float32)
-        for gradient, norm in zip(stored, landed, strict=True):
+        for gradient, norm in zip(stored, memory.view(torch.float32), strict=False):
             gradient.norm = norm
 
     # ---------------------------------------------------------------------------------------------- parts of the ways
 
     def _land(self, of_segment: SegmentGradients) -> LandingBuffer:
         """Copy gradients to a landing buffer, and return the buffer to its reader."""
-        gathered = of_segment.take_gathered()
         buffer = self.landing.take(of_segment.layout.nbytes)
-        self._download(of_segment, gathered, buffer, has_norms=False)
-        of_segment.record_download(buffer, gathered, has_norms=False)
+        self._download(of_segment, buffer)
         return buffer
 
-    def _download(
-        self,
-        of_segment: SegmentGradients,
-        gathered: Mapping[Gradient, Tensor],
-        memory: GradientMemory,
-        has_norms: bool,
-    ) -> None:
-        """Copy gradients to the host, and with `has_norms` their norms behind them."""
-        layout = of_segment.layout
+    def _download(self, of_segment: SegmentGradients, memory: GradientMemory, has_norms: bool = False) -> None:
+        """Copy gradients to this memory on the host, as they came, and with `has_norms` their norms behind them."""
+        gathered, layout = of_segment.take_gathered(), of_segment.layout
         staging = self.staging.take(layout.nbytes)
         tensors, norms = staging.views(layout)
         places = dict(zip(of_segment.trained, tensors, strict=True))
@@ -296,6 +236,10 @@ class Routes:
             torch.stack(torch._foreach_norm(tensors, 2, layout.norm_dtype), out=norms)
             nbytes = layout.nbytes
         self.download_part(of_segment, memory.bytes[:nbytes], staging)
+        landed, norms = memory.views(layout)
+        for index, gradient in enumerate(of_segment.trained):
+            if gradient in gathered:
+                gradient.set_tensor(landed[index], norms[index] if has_norms else None)
 
     def download_part(
         self,
@@ -308,6 +252,6 @@ class Routes:
         source = staging.bytes[begin : begin + target.nbytes]
         ticket = self._backend.trace.download(Kind.GRADIENTS, of_segment.unit.name, target, source)
         staging.ticket = ticket
-        of_segment.set_ticket(ticket)
+        of_segment.ticket = ticket
         self._stats.bytes_to_host += target.nbytes
         return ticket

@@ -9,13 +9,12 @@ their masters', and unscaled. `.grad` is None meanwhile. Code that reads it gets
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer, MemoryBesideMasters
+from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer, MemoryBesideMasters
 from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
@@ -26,7 +25,9 @@ from sp_lightning.pipeline.weights.weight import Weight, used_in_backward, used_
 class Gradient:
     """The gradient of one weight."""
 
-    __slots__ = ("expected_dtype", "factors", "is_sum", "is_used", "norm", "of_segment", "tensor", "weight")
+    __slots__ = (
+        "expected_dtype", "factors", "is_on_device", "is_sum", "is_used", "norm", "of_segment", "tensor", "weight",
+    )  # fmt: skip
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
         self.weight = weight
@@ -39,6 +40,7 @@ class Gradient:
         self.norm: Tensor | None = None
         # An update multiplies the gradient by each of these: the inverse of a loss scale, a clipping factor.
         self.factors: tuple[Tensor, ...] = ()
+        self.is_on_device = False  # whether `tensor` stays on the device until the unit is updated
         self.is_used = False  # whether an optimizer's step has used `tensor`
         self.is_sum = False  # whether `tensor` was added up on the device, in memory of its own
 
@@ -50,12 +52,17 @@ class Gradient:
             return True
         return master.grad is not None
 
-    def set_tensor(self, tensor: Tensor, norm: Tensor | None = None, is_sum: bool = False) -> None:
+    def set_tensor(
+        self,
+        tensor: Tensor,
+        norm: Tensor | None = None,
+        is_on_device: bool = False,
+        is_sum: bool = False,
+    ) -> None:
         """Set the tensor that has the gradient, or will have it when it has landed, and its norm."""
-        if self.tensor is None:
-            self.of_segment.note_one_more()
         self.tensor = tensor
         self.norm = norm
+        self.is_on_device = is_on_device
         self.is_sum = is_sum
         self.is_used = False
 
@@ -90,12 +97,9 @@ class Gradient:
 
     def drop(self) -> None:
         """Drop the engine's tensor, if there is one."""
-        was_there = self.tensor is not None
         self.tensor = self.norm = None
         self.factors = ()
         self.is_used = False
-        if was_there:
-            self.of_segment.note_one_less()
 
     def zero(self, to_none: bool) -> None:
         """Do what `zero_grad` does with the gradient: make it None, or zeros."""
@@ -105,13 +109,14 @@ class Gradient:
         self.weight.has_used_gradient = False
         if not to_none:
             # A GPU-side update reads all gradients in one place.
-            device = self.weight.twin.data.device if self.of_segment.is_on_device else "cpu"
+            is_on_device = self.of_segment.stored is Stored.ON_DEVICE
+            device = self.weight.twin.data.device if is_on_device else "cpu"
             zeros = torch.zeros_like(self.weight.current_memory, device=device)
-            self.set_tensor(zeros, zeros.new_zeros(()))
+            self.set_tensor(zeros, zeros.new_zeros(()), is_on_device)
 
 
 class Stored(enum.Enum):
-    """The place where the engine has the gradients of a segment; only `SegmentGradients` changes it.
+    """The place where the engine has the gradients of a segment.
 
     A segment's gradients are all in one place:
 
@@ -166,19 +171,16 @@ class SegmentGradients:
         self.missing = 0
         # Whether the gradient that came last is its weight's last one in this backward pass.
         self.is_last = False
-        self.stored = Stored.NOWHERE
-        self._stored_count = 0  # how many gradients the engine has, apart from those that are gathered
-        # Done when no copy and no addition of gradients is under way.
+        # It comes after every copy and addition under way, and others wait for it.
         self.ticket: Ticket | None = None
         self.beside = MemoryBesideMasters(segment.memory)
         self.landing: LandingBuffer | None = None
-        self.expect()
 
     # ------------------------------------------------------------------------------------------- what the engine has
 
     def consume(self) -> None:
         """Note that the unit is stepped with these gradients, before `step()` is called."""
-        assert self.has_stored, self.unit.name
+        assert self.stored is not Stored.NOWHERE, self.unit.name
         assert not self.is_consumed, self.unit.name
         self.is_consumed = self.unit.update.is_early = True
 
@@ -187,43 +189,18 @@ class SegmentGradients:
         assert self.is_consumed, self.unit.name
         self.is_consumed = self.unit.update.is_early = False
 
-    def mark_on_device(self) -> None:
-        """Note that gradients stay on the device, with the earlier ones."""
-        assert self.stored is not Stored.ON_HOST, self.unit.name
-        self.stored = Stored.ON_DEVICE
-
-    def mark_on_host(self) -> None:
-        """Note that the gradients are on the host now."""
-        assert self.stored is Stored.ON_DEVICE, self.unit.name
-        self.stored = Stored.ON_HOST
-
-    def note_one_more(self) -> None:
-        """Note that the engine has one more of the gradients."""
-        self._stored_count += 1
-        if self.stored is Stored.NOWHERE:
-            self.stored = Stored.ON_HOST
-
-    def note_one_less(self) -> None:
-        """Note that the engine has one of the gradients less."""
-        assert self._stored_count > 0, self.unit.name
-        self._stored_count -= 1
-        if self._stored_count == 0:
-            self.stored = Stored.NOWHERE
+    @property
+    def stored(self) -> Stored:
+        """The place of the gradients that the engine has, apart from those that are gathered."""
+        for gradient in self.gradients:
+            if gradient.tensor is not None:
+                return Stored.ON_DEVICE if gradient.is_on_device else Stored.ON_HOST
+        return Stored.NOWHERE
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether the gradients stay on the device until the unit is updated."""
-        return self.stored is Stored.ON_DEVICE
-
-    @property
-    def has_stored(self) -> bool:
-        """Whether the engine has any of the gradients, apart from those that are gathered."""
-        return self._stored_count > 0
-
-    @property
-    def stored_gradients(self) -> list[Gradient]:
+    def stored_tensors(self) -> dict[Gradient, Tensor]:
         """The gradients that the engine has, apart from those that are gathered."""
-        return [gradient for gradient in self.gradients if gradient.tensor is not None]
+        return {gradient: gradient.tensor for gradient in self.gradients if gradient.tensor is not None}
 
     def show(self) -> None:
         """Make the gradients the masters' `.grad`."""
@@ -274,7 +251,7 @@ class SegmentGradients:
 
     def make_sums(self) -> dict[Gradient, Tensor]:
         """Return the place of each sum."""
-        differ = self.sum_layout.dtypes != self.layout.dtypes
+        differ = self.sum_layout is not self.layout
         if differ and not self.beside.has_sums:
             self.release_memory()  # gradients in it keep it alive
         # The device writes no sums of other dtypes. It reads them if the unit is updated there.
@@ -294,18 +271,6 @@ class SegmentGradients:
         return landing
 
     # --------------------------------------------------------------------------------------------- what is on its way
-
-    def record_download(self, memory: GradientMemory, gathered: Collection[Gradient], has_norms: bool) -> None:
-        """Note that gradients are copied to this memory, as they came, and with `has_norms` their norms."""
-        tensors, norms = memory.views(self.layout)
-        for index, gradient in enumerate(self.trained):
-            if gradient in gathered:
-                norm = norms[index] if has_norms else None
-                gradient.set_tensor(tensors[index], norm)
-
-    def set_ticket(self, ticket: Ticket) -> None:
-        """Set the ticket that others wait for; it comes after every copy and addition under way."""
-        self.ticket = ticket
 
     def wait(self) -> None:
         """Block until no copy and no addition is under way, not even for gradients that were dropped.
@@ -327,14 +292,11 @@ class SegmentGradients:
         for gradient in self.gradients:
             gradient.tensor = gradient.norm = None
         self.gathered = {}
-        self.stored, self._stored_count = Stored.NOWHERE, 0
         self.ticket = self.landing = None
 
     def abandon(self) -> None:
         """After an exception in backward, forget gradients that were not sent, or that a step in it was to read."""
         self.gathered = {}
-        if not self.has_stored:  # the exception came before the first of them was there
-            self.stored = Stored.NOWHERE
         is_lost = self.pass_landing() is not None
         try:
             self.wait()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.pipeline.gradients.routes import Arrival, Route, Routes, route_of
-from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward, Stored
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
@@ -72,7 +72,14 @@ class GradientStream:
             raise refusal(weight, tensor)
         if gradient in of_segment.gathered or self.averages is not None:
             tensor = self._after_earlier(gradient, tensor)
-        self._note(gradient)
+        if gradient not in self.pending:
+            accumulates_in_grad = gradient.accumulates_in_grad
+            if accumulates_in_grad or gradient.factors:
+                gradient.show()  # the earlier gradient is not part of the engine's sum
+                accumulates_in_grad = gradient.accumulates_in_grad
+            self.pending[gradient] = accumulates_in_grad
+        elif self.pending[gradient]:
+            self._accumulate([gradient])  # one after the other, as autograd does
         of_segment.gather(gradient, tensor, is_last)
         if not of_segment.missing and not self._awaits_others(of_segment):
             self._send(of_segment)
@@ -83,10 +90,11 @@ class GradientStream:
         An inner checkpoint holds frozen weights without a handle, and may read them after the others had gradients. A
         custom Function may do the same with any of its arguments.
         """
+        if self.early_step is None:
+            return False
         readers = of_segment.unit.readers
         is_trained = len(of_segment.trained) == len(of_segment.unit.weights)
-        is_needed = readers.handles > 0 or readers.has_raw_readers or not is_trained
-        return is_needed and self.early_step is not None
+        return readers.handles > 0 or readers.has_raw_readers or not is_trained
 
     def _after_earlier(self, gradient: Gradient, tensor: Tensor) -> Tensor:
         """Send a weight's earlier gradient, unless both are sent together; return the gradient to send next.
@@ -100,17 +108,6 @@ class GradientStream:
         if gradient in of_segment.gathered:
             self._send(of_segment, more_comes=True)
         return tensor
-
-    def _note(self, gradient: Gradient) -> None:
-        """Note that a gradient has come, and whether users see how it is added up."""
-        if gradient not in self.pending:
-            accumulates_in_grad = gradient.accumulates_in_grad
-            if accumulates_in_grad or gradient.factors:
-                gradient.show()  # the earlier gradient is not part of the engine's sum
-                accumulates_in_grad = gradient.accumulates_in_grad
-            self.pending[gradient] = accumulates_in_grad
-        elif self.pending[gradient]:
-            self._accumulate([gradient])  # one after the other, as autograd does
 
     def send_others(self, reached: Unit | None = None) -> None:
         """Send the gathered gradients of all units, or of streamed units other than the one that was `reached`."""
@@ -132,8 +129,8 @@ class GradientStream:
             return
         # An update on the device may still read the earlier sums, and begins when other work waits for it. A step on
         # the host is over: computing has waited for the weights that it wrote.
-        updates_on_device = of_segment.unit.update.is_on_device
-        if of_segment.is_on_device or (of_segment.beside.memory is not None and updates_on_device):
+        stored, updates_on_device = of_segment.stored, of_segment.unit.update.is_on_device
+        if stored is Stored.ON_DEVICE or (of_segment.beside.memory is not None and updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         is_complete = is_final and not of_segment.missing
@@ -143,13 +140,13 @@ class GradientStream:
             early = None
         steps_next = early is not None or self.routes.measures_norms
         arrival = Arrival(
-            of_segment.stored,
+            stored,
             has_sums=of_segment.beside.has_sums,
             is_updated_on_device=updates_on_device and is_complete and steps_next,
             is_used_at_once=early is not None and not early.keeps_gradients,
         )
         route = route_of(arrival)
-        is_first = not of_segment.has_stored and route in (Route.ADD, Route.KEEP)
+        is_first = stored is Stored.NOWHERE and route in (Route.ADD, Route.KEEP)
         may_wait = is_first and self.averages is None and not accumulates_in_grad
         if may_wait and self._waiting.admits(of_segment, more_comes=not steps_next):
             route = Route.STAY
@@ -159,10 +156,10 @@ class GradientStream:
 
     def bytes_on_device(self) -> int:
         """Return the bytes of gradients that stay on the device."""
-        staying = [of_segment for of_segment in self._by_segment if of_segment.is_on_device]
-        gradients = [gradient for of_segment in staying for gradient in of_segment.stored_gradients]
-        tensors = [gradient.tensor for gradient in gradients]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        known = self.gradient_of.values()
+        return sum(
+            gradient.tensor.nbytes for gradient in known if gradient.tensor is not None and gradient.is_on_device
+        )
 
     # ------------------------------------------------------------------------------------------- when backward ends
 
@@ -209,7 +206,7 @@ class GradientStream:
         """Wait until every gradient has landed and been added."""
         waits = False
         for of_segment in self._by_segment:
-            if of_segment.ticket is not None and of_segment.has_stored:
+            if of_segment.ticket is not None and of_segment.stored is not Stored.NOWHERE:
                 waits = True
                 of_segment.wait()
         if waits:
@@ -234,7 +231,7 @@ class GradientStream:
         that adds to them, until weights get other places.
         """
         used = [gradient for gradient in self.gradient_of.values() if gradient.is_used]
-        self.consume([gradient for gradient in used if on_host_too or gradient.of_segment.is_on_device])
+        self.consume([gradient for gradient in used if on_host_too or gradient.is_on_device])
 
     def forget(self) -> None:
         """Forget all gradients, whatever state they are in: an interrupt may have come between two of their notes."""

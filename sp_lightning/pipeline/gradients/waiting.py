@@ -4,7 +4,7 @@ Clipping by norm keeps all gradients of a step, accumulation keeps their sums. W
 stay on the device, are added up there, and go to the host when the optimizer updates their unit:
 
     backward    leaf.grad -> added to what waits                   device
-    step()      what waits -> landing buffer -> the optimizer      host, in a lane beside computing (landing.py)
+    step()      what waits -> landing buffer -> the optimizer      host, in a lane beside computing
 
 Before there is a plan, backward decides: by then it is known how much of the device a step takes.
 """
@@ -12,19 +12,23 @@ Before there is a plan, backward decides: by then it is known how much of the de
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
+from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffers
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK
+from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.torch_private import alias_count
-from sp_lightning.pipeline.weights.segment import HostMemory
+from sp_lightning.pipeline.weights.buffers import as_bytes
+from sp_lightning.pipeline.weights.segment import GradientLayout, HostMemory
 
 
 class SpareMemory(Protocol):
-    """Knows how much of the device a step leaves to gradients (device_budget.py)."""
+    """Knows how much of the device a step leaves to gradients (engine.py)."""
 
     def left_for_gradients(self) -> float:
         """Return the bytes that are free, and stay free if the step takes no more than it has so far."""
@@ -122,14 +126,14 @@ def add_on_device(gradient: Gradient, tensor: Tensor, more_comes: bool) -> None:
     before, like = gradient.tensor, gradient.weight.layout
     if before is not None:
         total = before.to(gradient.weight.dtype, copy=not gradient.is_sum)
-        gradient.set_tensor(total.add_(tensor), is_sum=True)
+        gradient.set_tensor(total.add_(tensor), is_on_device=True, is_sum=True)
     # an update reads it in the order of memory
     elif more_comes or tensor.stride() != like.stride() or not _is_alone(tensor):
         dtype = gradient.weight.dtype if more_comes else tensor.dtype
         copied = tensor.new_empty_strided(like.size(), like.stride(), dtype=dtype).copy_(tensor)
-        gradient.set_tensor(copied, is_sum=more_comes)
+        gradient.set_tensor(copied, is_on_device=True, is_sum=more_comes)
     else:
-        gradient.set_tensor(tensor)
+        gradient.set_tensor(tensor, is_on_device=True)
 
 
 def _is_alone(tensor: Tensor) -> bool:
@@ -139,7 +143,49 @@ def _is_alone(tensor: Tensor) -> bool:
 
 def move_to_host(of_segment: SegmentGradients) -> None:
     """Move gradients that wait to the host, one by one: the device has run out of memory."""
-    of_segment.mark_on_host()
-    for gradient in of_segment.stored_gradients:
-        if gradient.tensor is not None:
-            gradient.set_tensor(gradient.tensor.cpu(), gradient.norm)
+    for gradient, tensor in of_segment.stored_tensors.items():
+        gradient.set_tensor(tensor.cpu(), gradient.norm)
+
+
+class LateGradients(DeferredTicket):
+    """The gradients that have waited on the device for a unit's step, on their way to the host; done when they landed.
+
+    Neither the host nor computing waits for the copies. The gradients themselves do not change: other code may read
+    them meanwhile.
+
+    Attributes:
+        landed: The tensor on the host for each gradient.
+        buffer: The buffer that they land in.
+        sources: The tensors on the device; they are kept until the copies have landed.
+        nbytes: The bytes of all gradients.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gradients: Mapping[Gradient, Tensor],
+        landing: LandingBuffers,
+    ) -> None:
+        self.sources = list(gradients.values())
+        weights = [gradient.weight for gradient in gradients]
+        layout = GradientLayout(weights, [source.dtype for source in self.sources])
+        self.buffer = landing.reserve(layout.nbytes)
+        self.landed = dict(zip(gradients, layout.views(self.buffer.bytes)[0], strict=True))
+        self.nbytes = sum(source.nbytes for source in self.sources)
+        self._name = name
+        self._backend = landing.backend
+        self._copy = Job(self._send, [self._backend.computed()], self.nbytes)
+        after = [] if self.buffer.last_reader is None else [self.buffer.last_reader]
+        super().__init__(Job(self._issue_copy, after, rank=BEFORE_OTHER_WORK))
+        self._backend.issue_when_ready(self.job)
+
+    def _issue_copy(self) -> None:
+        """Issue the copy."""
+        self.ticket = self._backend.trace.submit_to_lane(Kind.LATE_GRADIENTS, self._name, self._copy)
+
+    def _send(self) -> None:
+        """Copy gradients to the host; runs in their lane."""
+        for target, source in zip(self.landed.values(), self.sources, strict=True):
+            if self._backend.poison:
+                self._backend.invalidate(as_bytes(target))
+            self._backend.copy(target, source)

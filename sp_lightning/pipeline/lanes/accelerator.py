@@ -92,8 +92,9 @@ class AcceleratorBackend(Backend):
             self._down = self._api.Stream()
             # Updates on the device wait for memory, and would hold up other copies on their streams. Without priority,
             # each of their small kernels would wait behind the large ones that compute.
-            priorities = {Kind.VISIT: -1}
-            self._update_streams = {kind: self._api.Stream(priority=priorities.get(kind, 0)) for kind in UPDATE_KINDS}
+            self._update_streams = {
+                kind: self._api.Stream(priority=-1 if kind is Kind.VISIT else 0) for kind in UPDATE_KINDS
+            }
         self.pins = device.type == "cuda"
         self.memory_rate = self._memory_rate()
         self.kernel_seconds = KERNEL_SECONDS

@@ -250,8 +250,9 @@ class Trace:
 
     def work(self, kind: Kind, name: str, job: Job) -> Ticket:
         """Ask for a job on the thread for work on host memory; its range is where it runs."""
-        if self._is_on:
-            job.action = _range(kind.label, name)(job.action)
+        if not self._is_on:
+            return self._backend.work(job)
+        job.action = _range(kind.label, name)(job.action)
         ticket = self._backend.work(job)
         self._note(_TraceEntry(kind, name, job.nbytes, ticket))
         return ticket

@@ -261,7 +261,7 @@ class Worker(OfOneProcess):
     def __init__(
         self,
         name: str,
-        on_start: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = do_nothing,
         max_delay: float = 0.0,
         seed: int = 0,
     ) -> None:

@@ -194,7 +194,7 @@ class Clipping:
         for gradient in ours:
             gradient.scale(factor)
         for of_segment in by_segment:
-            of_segment.set_ticket(ticket)
+            of_segment.ticket = ticket
         if found_gradients.others:
             ticket.join()
             found_gradients.multiply_others(factor)
@@ -232,7 +232,7 @@ class Clipping:
                 norm = _Norm(gradient.tensor, gradient.norm, gradient.factors)
                 found_gradients.norms.append(norm)
                 found_gradients.ours.append(gradient)
-                if gradient.norm is None and gradient.of_segment.is_on_device:
+                if gradient.norm is None and gradient.is_on_device:
                     found_gradients.unmeasured.append(norm)
             elif (user_gradient := parameter.grad) is not None:
                 if weight is not None:

@@ -94,7 +94,7 @@ class EarlyStep(Step):
         for unit in self.optimizer_weights.units:
             self._steps.publish_step_without_gradients(unit, self.optimizer_weights)
         self.acknowledge()
-        trained = sum(gradient.weight.master.requires_grad for gradient in self.optimizer_weights.gradients)
+        trained = sum(weight.master.requires_grad for weight in self.optimizer_weights.weights)
         stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(

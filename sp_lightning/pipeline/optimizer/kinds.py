@@ -21,7 +21,7 @@ from sp_lightning.optim import optimizers as ours
 from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream, refusal
-from sp_lightning.pipeline.torch_private import has_foreign_step_hooks, step_is_replaced
+from sp_lightning.pipeline.torch_private import CodeOfStep, code_of_step, has_foreign_step_hooks, step_is_replaced
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
 from sp_lightning.pipeline.weights.weight import Weight
@@ -160,13 +160,17 @@ class OptimizerWeights:
         self.parameters = identities_of(optimizer)
         # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
         self.gradients: dict[Gradient, int] = {}
+        # The parameters of each param group that are no weights.
+        self.others: list[list[nn.Parameter]] = [[] for _ in self.parameters]
         for number, param_group in enumerate(optimizer.param_groups):
             for parameter in param_group["params"]:
                 weight = weights.get(id(parameter))
-                # Quantized weights are not trained.
-                if weight is not None and not isinstance(weight, QuantizedWeight):
+                if weight is None:
+                    self.others[number].append(parameter)
+                elif not isinstance(weight, QuantizedWeight):  # quantized weights are not trained
                     self.gradients[stream.gradient_of[weight]] = number
-        units = {gradient.weight.unit for gradient in self.gradients}
+        self.weights = {gradient.weight for gradient in self.gradients}
+        units = {weight.unit for weight in self.weights}
         # The units of the weights; the one that the next forward needs first comes first.
         self.units = sorted(units, key=lambda unit: (not unit.resident, unit.index))
 
@@ -232,3 +236,8 @@ class Step:
     def one_passes(self) -> list[OnePass]:
         """The one-pass update of each param group's weights."""
         return [OnePass(self.optimizer, settings) for settings in self.settings]
+
+    @cached_property
+    def codes(self) -> list[CodeOfStep]:
+        """The optimizer's own code for each param group's weights."""
+        return [code_of_step(self.optimizer, settings.copy()) for settings in self.settings]

@@ -24,7 +24,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from threading import get_ident
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -125,7 +124,8 @@ class Optimizers:
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
-                stand_in.param_groups = [self._without_weights(group) for group in stand_in.param_groups]
+                groups = zip(stand_in.param_groups, optimizer_weights.others, strict=True)
+                stand_in.param_groups = [{**group, "params": [*others]} for group, others in groups]
             elif self._is_follower:
                 self._steps.stream.consume(optimizer_weights.gradients)
                 # The optimizer skips parameters without a gradient.
@@ -137,11 +137,6 @@ class Optimizers:
                 if any(unit.update.is_on_device for unit in optimizer_weights.units):
                     self._steps.visits.why_not = why_not or ""
             self._at_work.continuing_thread = get_ident()
-
-    def _without_weights(self, param_group: dict[str, Any]) -> dict[str, Any]:
-        """Copy a param group without the weights that are stepped unit by unit."""
-        others = [parameter for parameter in param_group["params"] if id(parameter) not in self._weights]
-        return {**param_group, "params": others}
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""
@@ -251,8 +246,7 @@ class Optimizers:
             return None
         with self._at_work:
             optimizer_weights = self._weights_of(optimizer)
-            weights = [gradient.weight for gradient in optimizer_weights.gradients]
-            if any(weight.has_used_gradient for weight in weights):
+            if any(weight.has_used_gradient for weight in optimizer_weights.weights):
                 return None  # its `step()` will raise an error
             return EarlyStep(optimizer, optimizer_weights, self._steps, keeps_gradients)
 

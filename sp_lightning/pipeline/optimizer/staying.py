@@ -1,6 +1,11 @@
-"""Units that stay on the device with gradients and optimizer state, and their moves there and back.
+"""Tensors and modules that stay on the device, and their moves there and back.
 
-While they stay, their weights are plain parameters, which torch's own code updates. Only gates know of their calls.
+*Tensors that do not stream.* Buffers stay, because BatchNorm saves and changes these very tensors. So do tensors that a
+user's own `to` or `_apply` moves: the anchors of a detector, the states of a metric, a teacher in a list. And so do
+parameters that cannot stream.
+
+*Units that stay with their gradients and optimizer state.* While they stay, their weights are plain parameters, which
+torch's own code updates. Only gates know of their calls.
 
 [Note: living in several processes]
 A unit stays on the device in all processes, or in none, as masters on the host are shared. When processes meet, the
@@ -12,22 +17,95 @@ state to all when a unit comes to the device, and continues with its own when th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import product
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.pipeline.processes.distributed import Processes
-from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.units.moving import HOST, copy_parameters, move_parameters, weights_on_accelerators
+from sp_lightning.pipeline.torch_private import contains_others, parts_of, without_torch_function
+from sp_lightning.pipeline.units.tree import Tree
 from sp_lightning.pipeline.window.arrangement import Arrangement
+
+HOST = torch.device("cpu")
+
+# ------------------------------------------------------------------------------------------ what does not stream
+
+
+def weights_on_accelerators(root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the engine can manage, but that are not on the host."""
+    masters = [weight.master for weight in Tree(root, ()).weights.values()]
+    return [master for master in masters if master.device.type not in ("cpu", "meta")]
+
+
+def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
+    """Do what `root.to(device)` would do, except that parameters and their gradients do not move."""
+    parameters = list(root.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    staying = set(map(id, [*parameters, *gradients]))
+    # each entry holds the tensor itself, or another one might get its identity
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) in staying:
+            return tensor
+        if id(tensor) not in moved:
+            # validation may come first, training later
+            with torch.inference_mode(not is_lazy(tensor) and tensor.is_inference()):
+                moved[id(tensor)] = tensor, tensor.to(device)
+        return moved[id(tensor)][1]
+
+    def apply(_: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        return type(root)._apply(root, move, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    # parameters that consist of other tensors are hidden from `_apply`, which would exchange all that they are
+    hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and contains_others(parameter):
+                hidden.append((module._parameters, name, parameter))
+    for parameters_of_module, name, _ in hidden:
+        parameters_of_module[name] = None
+    vars(root)["_apply"] = apply
+    try:
+        root.to(device)
+    finally:
+        del vars(root)["_apply"]
+        for parameters_of_module, name, parameter in hidden:
+            parameters_of_module[name] = parameter
+
+
+def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move parameters that are elsewhere, with their gradients; the Parameter objects stay the same.
+
+    `Module.to` knows tensors that contain others, and calls a class's own `to`.
+    """
+    for parameter in parameters:
+        if parameter.device != device:
+            owner = nn.Module()
+            owner.register_parameter("parameter", parameter)
+            with torch.inference_mode(parameter.is_inference()):
+                owner.to(device)
+
+
+def copy_parameters(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters memory of their own, with their values."""
+    for parameter in parameters:
+        for part in parts_of(parameter):
+            part.data = part.data.clone(memory_format=torch.preserve_format)
+
+
+# --------------------------------------------------------------------------- units that stay with all their state
 
 
 def move_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -132,13 +210,13 @@ class StayingUnits:
         """Note from now on whether backward brings gradients to parameters that stay on the device."""
         for hook in self._hooks:
             hook.remove()
-        trained = [parameter for parameter in arrangement.parameters_on_device if parameter.requires_grad]
         if self._processes is not None:
             self._processes.copies = arrangement.named_on_device
             self._processes.look_at_copies(changed_alike=True)
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
-                for parameter in trained
+                for parameter in arrangement.parameters_on_device
+                if parameter.requires_grad
             ]
 
     def _note_gradient(self, _: Tensor) -> None:
@@ -152,6 +230,5 @@ class StayingUnits:
 
     def _move(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         """Move parameters that are elsewhere; their state goes first, so that none is left behind after an error."""
-        moving = [parameter for parameter in parameters if parameter.device != device]
-        self._states.move(moving, device)
-        move_parameters(moving, device)
+        self._states.move(parameters, device)
+        move_parameters(parameters, device)

@@ -8,8 +8,8 @@ A step reads and writes host memory as few times as possible:
 
     gradient (bf16) -> cast -> scale, clamp -> update of master and state -> copy for the device (bf16)
 
-For torch's fused AdamW, Adam and SGD this is one pass of a compiled kernel (`sp_lightning.optim`). Otherwise the code
-of the user's optimizer makes a pass for each operation. All bits are as after `optimizer.step()`.
+For our own optimizers, and torch's fused AdamW and Adam, this is one pass of a compiled kernel (`sp_lightning.optim`).
+For others the code of the user's optimizer makes a pass for each operation. All bits are as after `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from sp_lightning.optim.of_torch import OnePass, scaling_of
+from sp_lightning.optim.of_torch import scaling_of
 from sp_lightning.optim.passes import Work
 from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
-from sp_lightning.pipeline.gradients.landing import LateGradients
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
+from sp_lightning.pipeline.gradients.waiting import LateGradients
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import pack_state
 from sp_lightning.pipeline.optimizer.visit import Visits
 from sp_lightning.pipeline.processes.box import SharedMemory
-from sp_lightning.pipeline.torch_private import code_of_step
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped
 from sp_lightning.pipeline.weights.weight import Weight
@@ -44,19 +42,11 @@ from sp_lightning.pipeline.window.window import Window
 # Gradients of this many elements are cast and scaled one by one; smaller ones together, to save Python's time.
 _ALONE = 1 << 16
 
-Update: TypeAlias = tuple[Work, Sequence[Tensor]]
-"""The work for a weight, and the factors that unscale and clip its gradient before the update."""
+Update: TypeAlias = tuple[Tensor, Tensor, dict[str, Any], Tensor | None, Sequence[Tensor]]
+"""A weight, its gradient, the optimizer's state, the copy that is sent, and the factors that scale the gradient."""
 
-
-class _Generation(NamedTuple):
-    """The number that masters in shared memory have when a step is done."""
-
-    memory: SharedMemory
-    number: int
-
-    def publish(self) -> None:
-        """Tell other processes that the step is done."""
-        self.memory.publish(self.number)
+Generation: TypeAlias = tuple[SharedMemory, int]
+"""Masters in shared memory, and the number that they have when a step is done."""
 
 
 class UnitSteps:
@@ -105,12 +95,17 @@ class UnitSteps:
         updates: defaultdict[int, list[Update]] = defaultdict(list)
         arrivals: list[Ticket] = []  # the tickets of copies that bring gradients
         buffers: list[LandingBuffer] = []
-        waits = any(of_segment.is_on_device for of_segment in by_segment)
-        late = self._bring_late(unit, inputs) if waits else None
-        if late is not None:
+        # A tensor that is not the engine's any more is the user's `.grad`.
+        waiting = {
+            gradient: tensor
+            for gradient, (tensor, _) in inputs.items()
+            if gradient.is_on_device and tensor is gradient.tensor
+        }
+        if waiting:
+            late = self._bring_late(unit, waiting)
             landed = {gradient: (tensor, inputs[gradient][1]) for gradient, tensor in late.landed.items()}
             inputs = {**inputs, **landed}
-            arrivals.append(late)
+            arrivals.append(late)  # it keeps the gradients on the device until the job has read them
             buffers.append(late.buffer)
         moved_bytes = 0
         for of_segment in by_segment:
@@ -123,27 +118,20 @@ class UnitSteps:
                 if gradient in inputs:
                     weight = gradient.weight
                     tensor, state = inputs[gradient]
-                    work = Work(weight.master.data, tensor, state, copy)
-                    updates[step.optimizer_weights.gradients[gradient]].append((work, gradient.factors))
+                    update = weight.master.data, tensor, state, copy, gradient.factors
+                    updates[step.optimizer_weights.gradients[gradient]].append(update)
                     moved_bytes += 2 * weight.engine_memory.nbytes + tensor.nbytes
         weights = {gradient.weight for gradient in inputs}
         generations = self._next_generations(unit, step.optimizer_weights)
         action = partial(_step_unit, unit, step, updates, weights, generations)
-        release = partial(_release_buffers, buffers, () if late is None else late.sources)
-        ticket = self._hand_over(unit, weights, Job(action, arrivals, moved_bytes, release))
+        job = Job(action, arrivals, moved_bytes, partial(_release_buffers, buffers))
+        ticket = self._hand_over(unit, weights, job)
         for buffer in buffers:
             buffer.set_reader(ticket)
 
-    def _bring_late(self, unit: Unit, inputs: Mapping[Gradient, StepInput]) -> LateGradients | None:
-        """Copy all gradients of a unit that have waited on the device to the host, for a step there."""
-        tensors: dict[Gradient, Tensor] = {}
-        for gradient, (tensor, _) in inputs.items():
-            # A tensor that is not the engine's any more is the user's `.grad`.
-            if gradient.of_segment.is_on_device and tensor is gradient.tensor:
-                tensors[gradient] = tensor
-        if not tensors:
-            return None
-        late = LateGradients(unit.name, tensors, self.stream.routes.landing)
+    def _bring_late(self, unit: Unit, waiting: Mapping[Gradient, Tensor]) -> LateGradients:
+        """Copy the gradients of a unit that have waited on the device to the host, for a step there."""
+        late = LateGradients(unit.name, waiting, self.stream.routes.landing)
         self.window.stats.bytes_to_host += late.nbytes
         self.window.stats.late_gradients += 1
         return late
@@ -171,8 +159,7 @@ class UnitSteps:
             return
         self.window.finish_optimizer(unit)
         if unit.is_followed:
-            stepped_gradients = optimizer_weights.gradients
-            weights = {weight for weight in unit.weights if self.stream.gradient_of[weight] in stepped_gradients}
+            weights = optimizer_weights.weights.intersection(unit.weights)
             published = [memory.when_published(number) for memory, number in generations]
             job = Job(partial(note_stepped, unit.segments, weights), published)
             self._hand_over(unit, weights, job)
@@ -180,21 +167,19 @@ class UnitSteps:
             for segment in unit.segments:  # the optimizer's own code may have stepped the masters
                 segment.detect_changes()
                 segment.refresh_copies()
-            for generation in generations:
-                generation.publish()
+            for memory, number in generations:
+                memory.publish(number)
 
-    def _next_generations(self, unit: Unit, optimizer_weights: OptimizerWeights) -> list[_Generation]:
+    def _next_generations(self, unit: Unit, optimizer_weights: OptimizerWeights) -> list[Generation]:
         """Count a step of masters that processes share, whether or not it changes them; each step counts once."""
-        generations: list[_Generation] = []
+        generations: list[Generation] = []
         if unit.update.is_ahead:
             return generations
         for segment in unit.segments:
             memory = segment.memory.shared
-            if memory is None:
-                continue
-            if any(self.stream.gradient_of[weight] in optimizer_weights.gradients for weight in segment.weights):
+            if memory is not None and not optimizer_weights.weights.isdisjoint(segment.weights):
                 memory.generation += 1
-                generations.append(_Generation(memory, memory.generation))
+                generations.append((memory, memory.generation))
         return generations
 
     def finish(self, units: Iterable[Unit]) -> None:
@@ -229,8 +214,8 @@ class UnitSteps:
 # ---------------------------------------------------------------------------- what a step does with a unit's weights
 
 
-def _release_buffers(buffers: Sequence[LandingBuffer], sources: Sequence[Tensor]) -> None:
-    """Release buffers whose gradients were read; the job has kept their `sources` on the device until now."""
+def _release_buffers(buffers: Sequence[LandingBuffer]) -> None:
+    """Release buffers whose gradients were read."""
     for buffer in buffers:
         buffer.release()
 
@@ -240,40 +225,40 @@ def _step_unit(
     step: Step,
     updates: Mapping[int, Sequence[Update]],
     weights: Set[Weight],
-    generations: Sequence[_Generation],
+    generations: Sequence[Generation],
 ) -> None:
     """Step these weights of a unit, by the numbers of param groups."""
     with untracked():
         for segment in unit.segments:
             segment.refresh_copies(weights)
         for number, group_updates in updates.items():
-            update_weights(step.optimizer, step.settings[number], group_updates)
+            update_weights(step, number, group_updates)
         note_stepped(unit.segments, weights)
-        for generation in generations:
-            generation.publish()
+        for memory, number in generations:
+            memory.publish(number)
         if unit.update.is_on_device:  # from the next step on: this one may have made the state
             pack_state(unit, step.optimizer)
 
 
-def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequence[Update]) -> None:
-    """Update masters and state as `optimizer.step()` would with these settings of a param group, and copies.
+def update_weights(step: Step, number: int, updates: Sequence[Update]) -> None:
+    """Update masters and state as `optimizer.step()` would with the settings of a param group, and copies.
 
     The caller turns gradients, inference mode and overrides of torch functions off.
     """
-    code = code_of_step(optimizer, settings.copy())
+    code, one_pass = step.codes[number], step.one_passes[number]
     # First steps run separately: the fused kernel of SGD wants momentum buffers for all of its parameters, or for none.
     together: dict[bool, list[Update]] = {}
-    one_pass = OnePass(optimizer, settings)
     works: list[Work] = []
-    for work, factors in updates:
-        work = work._replace(scaling=scaling_of(factors))
+    for update in updates:
+        weight, gradient, state, copy, factors = update
+        work = Work(weight, gradient, state, copy, scaling_of(factors))
         if one_pass.takes(work):
             works.append(work)
-        elif work.weight.numel() < _ALONE:
-            is_first = all(value is None for value in work.state.values())
-            together.setdefault(is_first, []).append((work, factors))
+        elif weight.numel() < _ALONE:
+            is_first = state.get("momentum_buffer") is None
+            together.setdefault(is_first, []).append(update)
         else:
-            _update(code, [(work, factors)])
+            _update(code, [update])
     for small in together.values():
         _update(code, small)
     if works:
@@ -282,16 +267,14 @@ def update_weights(optimizer: Optimizer, settings: dict[str, Any], updates: Sequ
 
 def _update(code: Callable[..., None], updates: Sequence[Update]) -> None:
     """Cast and scale gradients, run the optimizer's code, and write copies."""
-    for work, factors in updates:
-        weight, gradient = work.weight, work.gradient
-        assert gradient is not None
+    for weight, gradient, _, _, factors in updates:
         factors = [factor for factor in factors if factor != 1]
         if factors or gradient.dtype != weight.dtype:
             gradient = torch.empty_like(gradient, dtype=weight.dtype).copy_(gradient)
             for factor in factors:
                 gradient.mul_(factor)
         weight.grad = gradient
-    code({work.weight: work.state for work, _ in updates})
-    for work, _ in updates:
-        if work.copy is not None:
-            work.copy.copy_(work.weight)
+    code({weight: state for weight, _, state, _, _ in updates})
+    for weight, _, _, copy, _ in updates:
+        if copy is not None:
+            copy.copy_(weight)

@@ -207,16 +207,16 @@ class Visits:
             if not state:
                 return ""  # the host makes it, once
             # other gradients are the user's, or are in memory that another step is to read soon
-            is_at_hand = of_segment.is_on_device or of_segment.beside.contains(tensor)
+            is_at_hand = gradient.is_on_device or of_segment.beside.contains(tensor)
             if tensor is not gradient.tensor or not is_at_hand:
                 return f"the gradient of {weight.name!r} was read, set or kept"
             is_readable = weight.dtype in (tensor.dtype, torch.float32)
             if not is_readable or len(gradient.factors) > MOST_FACTORS:
                 return f"the gradient of {weight.name!r} is {tensor.dtype}, or scaled too often"
-            work = Work(weight.engine_memory, None if of_segment.is_on_device else tensor, state, copy)
             # the device casts gradients and copies of any dtype
-            if not one_pass.takes(work._replace(gradient=None, copy=None)):
+            if not one_pass.takes(Work(weight.engine_memory, None, state)):
                 return no_pass
+            work = Work(weight.engine_memory, None if gradient.is_on_device else tensor, state, copy)
             updates.append(_Update(one_pass, work, tensor, gradient.factors))
         if not any(update.work.weight.numel() for update in updates):
             return ""  # there is nothing to move

@@ -103,9 +103,10 @@ class Averages:
             return
         self._has_begun = True  # even after an error, processes gather once
         self._processes.passes += 1
-        own_state: dict[str, tuple[list[str] | None, bool]] = {}
-        for name, of_segment in self._by_name.items():
-            own_state[name] = self._names_in_sums(of_segment), self._come_as_expected(of_segment)
+        own_state = {
+            name: (self._names_in_sums(of_segment), self._come_as_expected(of_segment))
+            for name, of_segment in self._by_name.items()
+        }
         everyones = self._processes.gather_in_step(own_state)
         for name in everyones[0]:
             of_segment = self._by_name[name]
@@ -126,13 +127,13 @@ class Averages:
         """Return the names of weights with earlier gradients in the sums; None if the next ones cannot be added."""
         of_segment.wait()  # other processes are about to write to sums that a clip reads here
         of_segment.expect()
-        stored = of_segment.stored_gradients
+        stored = of_segment.stored_tensors
         sums = self._sums.get(of_segment)
-        for gradient in stored:
-            if sums is None or gradient.tensor is not sums.sum_of[gradient] or gradient.factors:
+        for gradient, tensor in stored.items():
+            if sums is None or tensor is not sums.sum_of[gradient] or gradient.factors:
                 return None
         accumulates_in_grad = any(gradient.accumulates_in_grad for gradient in of_segment.gradients)
-        is_part = sums is not None and stored not in ([], sums.brought_anywhere)
+        is_part = sums is not None and list(stored) not in ([], sums.brought_anywhere)
         if accumulates_in_grad or is_part or not of_segment.trained:
             return None
         return [gradient.weight.name for gradient in stored]
@@ -162,11 +163,9 @@ class Averages:
         if of_segment not in self._to_come:
             self._finish_exchanges(early)  # both use the same staging buffers
             return False
-        unit = of_segment.unit
-        is_complete = is_final
         if of_segment.missing:
-            is_complete = not unit.readers.are_in_graphs
-        if is_complete:
+            is_final = not of_segment.unit.readers.are_in_graphs
+        if is_final:
             self._ready.add(of_segment)
         self._exchange_ready(early)
         return True
@@ -230,7 +229,7 @@ class Averages:
         self._landing[of_segment] = [self._download(of_segment, exchange) for exchange in exchanges]
         for gradient in sums.brought_here:
             gradient.set_tensor(sums.sum_of[gradient])
-        is_whole = set(of_segment.stored_gradients).issuperset(of_segment.trained)
+        is_whole = of_segment.stored_tensors.keys() >= set(of_segment.trained)
         if early is not None and is_whole and early.wants(of_segment):
             early.step_with(of_segment)
 
@@ -271,7 +270,7 @@ class Averages:
         own_share = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
         # This process's own error is raised first, and not as if the others were late.
         all_shares = CounterTicket(box, counters, number)
-        of_segment.set_ticket(backend.work(Job(after=[own_share, all_shares])))
+        of_segment.ticket = backend.work(Job(after=[own_share, all_shares]))
 
     # -------------------------------------------------------------------------------------------- when it has ended
 

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def written_by_follower(name: str) -> RuntimeError:
     )
 
 
+@dataclass(eq=False)
 class SharedMemory:
     """A piece of memory that all processes of a machine share.
 
@@ -171,20 +173,12 @@ class SharedMemory:
         generation: The generation of the memory when all work that this process has submitted is done.
     """
 
-    def __init__(
-        self,
-        box: Box,
-        names: Sequence[str],
-        memory: Tensor,
-        own: Tensor,
-        counters: Tensor,
-    ) -> None:
-        self.box = box
-        self.names = names
-        self.bytes = memory
-        self.own = own
-        self.generation = 0
-        self.counters = counters
+    box: Box
+    names: Sequence[str]
+    bytes: Tensor
+    own: Tensor
+    counters: Tensor
+    generation: int = 0
 
     def drop_own_writes(self) -> None:
         """Make the `own` memory of this process equal to the shared memory again."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from sp_lightning.optim.layout import fills_memory
 from sp_lightning.pipeline.torch_private import parts_of, without_compile
-from sp_lightning.pipeline.weights.buffers import is_dense
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -120,7 +120,7 @@ def _is_manageable(owner: nn.Module, parameter: nn.Parameter) -> bool:
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
         return False  # its gradient is as small as it can be
     if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
-        return parameter.layout is torch.strided and is_dense(parameter)
+        return parameter.layout is torch.strided and fills_memory(parameter)
     return is_quantized(parameter)
 
 

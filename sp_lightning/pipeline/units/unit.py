@@ -130,7 +130,7 @@ class Unit:
         for segment in self.segments:
             segment.place = nothing
         for weight in self.weights:
-            weight.leave_device(self)
+            weight.leave_device()
 
     def set_segments(self, segments: Sequence[Segment], pin: bool = True) -> None:
         """Have the unit copied from this host memory, pinned if that is possible."""
@@ -196,7 +196,6 @@ class Member:
 
         First, `prepare` gets each twin whose `requires_grad` is not the master's (freezing callbacks, GAN toggles).
         """
-        entering: list[Twin] = []
         for entry in self.entries:
             twin, master = entry.weight.twin, entry.weight.master
             if twin.parameter.requires_grad != master.requires_grad:
@@ -206,28 +205,24 @@ class Member:
                 entry.has_leaf = True  # an interrupt may come before the next line
                 entry.parameters[entry.key] = twin.parameter
                 entry.weight.leaf_count += 1
-                if entry.weight.leaf_count == 1:
-                    entering.append(twin)
-        become(Life.IN_USE, entering)
+        become(Life.IN_USE, [entry.weight.twin for entry in self.entries if entry.has_leaf])
         for module, weights in self.recurrent:
             present = {id(entry.weight): entry.parameters.get(entry.key) for entry in self.every_entry}
             module._flat_weights = [present[id(weight)] for weight in weights]
 
     def put_back_masters(self, resident_too: bool = True) -> None:
         """Put the masters back; a tensor that is neither a twin nor a master is the user's and stays."""
-        leaving: list[Twin] = []
-        for entry in self.entries:
+        leaving = [
+            entry for entry in self.entries if entry.has_leaf and (resident_too or not entry.weight.twin.unit.resident)
+        ]
+        for entry in leaving:
             weight = entry.weight
-            if not entry.has_leaf or (weight.twin.unit.resident and not resident_too):
-                continue
             current = entry.parameters.get(entry.key)
             if current is weight.twin.parameter or any(current is twin.parameter for twin in weight.twins_in_graphs):
                 entry.parameters[entry.key] = weight.master
             entry.has_leaf = False
             weight.leaf_count -= 1
-            if weight.leaf_count == 0:
-                leaving.append(weight.twin)
-        become(Life.DEPARTED, leaving)
+        become(Life.DEPARTED, [entry.weight.twin for entry in leaving if not entry.weight.leaf_count])
         for module, weights in self.recurrent:
             module._flat_weights = [weight.master for weight in weights]
 

@@ -113,12 +113,11 @@ class Autocasts:
         if self.default is before:
             self.default = after
 
-    def agree(self, others: Iterable[Autocasts]) -> None:
-        """Learn what other processes have noted."""
-        for other in others:
-            for name, dtype in other.noted.items():
-                if name in other.mixed or self.noted.setdefault(name, dtype) is not dtype:
-                    self.mix(name)
+    def agree(self, other: Autocasts) -> None:
+        """Learn what another process has noted."""
+        for name, dtype in other.noted.items():
+            if name in other.mixed or self.noted.setdefault(name, dtype) is not dtype:
+                self.mix(name)
 
 
 class Casts:
@@ -146,8 +145,11 @@ class Casts:
         layers = [layer for layer in module.modules() if isinstance(layer, WITH_FAST_PATH)]
         as_is = self.used_as_is | {id(parameter) for layer in layers for parameter in layer.parameters()}
         for weights in sent_together:
-            watched = [weight for weight in weights if weight in autocasts and id(weight.master) not in as_is]
-            watched = [weight for weight in watched if weight.dtype is torch.float32]
+            watched = [
+                weight
+                for weight in weights
+                if weight in autocasts and weight.dtype is torch.float32 and id(weight.master) not in as_is
+            ]
             casts = [weight for weight in watched if id(weight.master) in self.lowered]
             are_many = 2 * sum(weight.nbytes for weight in casts) >= sum(weight.nbytes for weight in weights)
             if are_many:  # otherwise most weights would be copied for the sake of a few

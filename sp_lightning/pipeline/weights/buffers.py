@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,10 +53,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
         empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         start = tensor.storage_offset() * tensor.element_size()
         return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
-
-
-is_dense: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
-"""Tell whether a tensor fills its memory exactly once (in any order of dimensions, so channels_last is dense)."""
 
 
 def _map_pages(nbytes: int) -> mmap.mmap:

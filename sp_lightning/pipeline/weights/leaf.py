@@ -3,8 +3,8 @@
 [Note: one weight, two Parameters]
 The one in the module tree is the weight; code that uses the other one gets it. A program may hold a master since
 `__init__` and use it within its module's call: the guard gives it the leaf (guard.py). And a program may keep a leaf
-beyond the call: once no module has it any more, its class is `DepartedLeaf` (departed.py), which gives the master. So a
-kept leaf never reads what others have put in its place.
+beyond the call: once no module has it any more, its class is `DepartedLeaf`, which gives the master. So a kept leaf
+never reads what others have put in its place.
 
 A forward may contain `self.weight.data.clamp_()`, which has to reach the master like any other change. So the leaf's
 `.data` shares its version. Attributes that users set on a Parameter, its hooks, and its gradient are those of the
@@ -15,12 +15,15 @@ master.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from sp_lightning.pipeline.operations import ABOUT, Args, Kwargs, Meaning, Operation, meaning_of, replace_instances
+from sp_lightning.pipeline.torch_private import without_torch_function
 
 
 class CopiedPlainly(nn.Parameter):
@@ -103,3 +106,38 @@ class EagerLeaf(TwinParameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self.weight.master.grad = gradient
+
+
+class DepartedLeaf(EagerLeaf):
+    """A leaf that no module has now, though the program may."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:
+        """The master's values, without history."""
+        return self.weight.master.data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.weight.master.data = values
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the master other memory."""
+        return self.weight.master.set_(source, *args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Operation,
+        types: Iterable[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        """Run an operation with the master in place of the leaf."""
+        kwargs = kwargs or {}
+        if meaning_of(func) in (*ABOUT, Meaning.MEMORY):
+            with without_torch_function():
+                return func(*args, **kwargs)
+        args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.weight.master)
+        return func(*args, **kwargs)

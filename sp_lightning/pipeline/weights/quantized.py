@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.optim.layout import fills_memory
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
-from sp_lightning.pipeline.weights.buffers import is_dense, lay_out, tensor_in
+from sp_lightning.pipeline.weights.buffers import lay_out, tensor_in
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 
 
@@ -34,14 +35,7 @@ def is_quantized(parameter: nn.Parameter) -> bool:
 
 def _can_move(part: Tensor) -> bool:
     is_strided = type(part.data) is Tensor and part.layout is torch.strided
-    return is_strided and is_dense(part) and part.numel() > 0
-
-
-def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter as `Module.to` does, which knows tensors that contain others, and calls a class's own `to`."""
-    owner = nn.Module()
-    owner.register_parameter("parameter", parameter)
-    owner.to(device)
+    return is_strided and fills_memory(part) and part.numel() > 0
 
 
 class QuantizedTwin(Twin):
@@ -112,15 +106,15 @@ class QuantizedWeight(Weight):
         """Raise an error: quantized weights are not trained."""
         raise _written(self)
 
-    def parts_are_in(self, memory: Tensor) -> bool:
-        """Tell whether the parts of the master fill this memory."""
-        start = memory.data_ptr()
+    def _is_in_place(self) -> bool:
+        """Tell whether the parts of the master fill the engine's memory."""
+        start = self.engine_memory.data_ptr()
         parts = _offsets(parts_of(self.master))
         return all(part.data_ptr() == start + offset for part, offset in parts)
 
     def locate_master(self) -> int:
         """Return its version, or raise if it was given other memory, a reason between steps to attach again."""
-        if not self.parts_are_in(self.engine_memory):
+        if not self._is_in_place():
             raise RuntimeError(
                 f"The quantized weight {self.name!r} was converted, or given other memory, while a "
                 "graph waits for its backward or before an optimizer's step. Do so between steps."
@@ -130,7 +124,7 @@ class QuantizedWeight(Weight):
     @property
     def is_converted(self) -> bool:
         """Whether the master was converted, given other memory, or made trainable."""
-        return self.master.requires_grad or not self.parts_are_in(self.engine_memory)
+        return self.master.requires_grad or not self._is_in_place()
 
 
 def _written(weight: Weight) -> RuntimeError:

@@ -197,7 +197,7 @@ class Segment:
 def note_stepped(segments: Iterable[Segment], weights: Iterable[Weight]) -> None:
     """Note that masters have changed by a step."""
     with torch.inference_mode(False), without_torch_function():
-        increment_version(weight.master for weight in weights)
+        increment_version([weight.master for weight in weights])
         for segment in segments:
             segment.note_stepped()
 

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
+from sp_lightning.pipeline.weights.leaf import DepartedLeaf, EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.units.unit import Unit
@@ -185,7 +184,7 @@ class Handle:
         self.key = twin.key
         self._twin = twin
         with without_torch_function():
-            self.alias = tensor.detach() if contains_others(tensor) else tensor
+            self.alias = tensor if twin.changes_class or not contains_others(tensor) else tensor.detach()
             self._version = twin.version()
         self._readers = twin.unit.readers
         self._readers.handles += 1
@@ -290,10 +289,10 @@ class Weight:
         """Write values to the master that a forward has written on the device."""
         self.master.copy_(arrived)  # torch counts this write
 
-    def leave_device(self, unit: Unit) -> None:
-        """Release the place on the device in a unit, and the other twins that graphs have."""
+    def leave_device(self) -> None:
+        """Release the place on the device, and the other twins that graphs have."""
         data = self.twin.data
-        self.twin.set_place(unit, torch.empty(0, dtype=data.dtype, device=data.device))
+        self.twin.set_place(self.twin.unit, torch.empty(0, dtype=data.dtype, device=data.device))
         for twin in self.twins_in_graphs:
             twin.refuse_gradients()
         self.twins_in_graphs.clear()

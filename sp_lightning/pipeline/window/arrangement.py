@@ -108,7 +108,7 @@ class Learned:
         self.order = everyones[0][-1]
         self.outdated |= self.order != [unit.name for unit in units if unit.name in self.order]
         for others, used_outside, divided, outdated, autocasts, _ in everyones:
-            self.autocasts.agree([autocasts])
+            self.autocasts.agree(autocasts)
             for known, names in zip(casts, others, strict=True):
                 known.update(masters[name] for name in names)
             self.used_outside |= used_outside
@@ -201,7 +201,10 @@ class Arrangement:
             unit.weights_on_device = unit.weights
             unit.weights = []
         units = self.all_units
-        self.parameters_on_device = [weight.master for unit in units for weight in unit.weights_on_device]
+        staying = {weight.name: weight.master for unit in units for weight in unit.weights_on_device}
+        self.parameters_on_device = list(staying.values())
+        # The parameters on the device that do not stream: they stay there, or cannot be managed.
+        self.named_on_device = {**self.unmanaged, **staying}
         self.weights = [weight for unit in units for weight in unit.weights]
         present = sum(map(self._memory.nbytes_for, ("copies", "gradients", "sums")))
         has_limit = self.budget is not None or self._backend.memory() is not None
@@ -280,16 +283,11 @@ class Arrangement:
         for member in self.members:
             member.find_needed()
 
-    @property
-    def named_on_device(self) -> dict[str, nn.Parameter]:
-        """The parameters on the device that do not stream: they stay there, or cannot be managed."""
-        staying = [weight for unit in self.all_units for weight in unit.weights_on_device]
-        return {**self.unmanaged, **{weight.name: weight.master for weight in staying}}
-
     def is_lent_out(self) -> bool:
         """Tell whether modules hold other tensors for the time of a call, as `functional_call` puts them there."""
         for member in self.members:
-            if Tensor in [type(entry.parameters.get(entry.key)) for entry in member.entries]:
+            entries = [entry for entry in member.entries if entry.key in entry.parameters]
+            if Tensor in [type(entry.parameters[entry.key]) for entry in entries]:
                 return True
         return False
 

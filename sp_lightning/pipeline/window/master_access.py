@@ -63,8 +63,13 @@ class MasterAccess:
     def copies_of(self, units: Iterable[Unit]) -> list[Ticket]:
         """Return the tickets of copies to the device that may still read these units' masters."""
         # Weights that were made resident have copies of their own.
-        readers = [reader for unit in units for reader in (unit, *unit.split_off)]
-        return [ticket for reader in readers for ticket in reader.presence.uploads if not ticket.done]
+        return [
+            ticket
+            for unit in units
+            for reader in (unit, *unit.split_off)
+            for ticket in reader.presence.uploads
+            if not ticket.done
+        ]
 
     def finish_copies(self, units: Iterable[Unit]) -> None:
         """Wait until no copy reads these units' masters: code may be about to write to them."""
@@ -86,8 +91,7 @@ class MasterAccess:
         """Write all weights back that were changed on the device."""
         for unit in self.units:
             if unit.presence.residency is Residency.READABLE:
-                for segment in unit.segments:
-                    self.write_back(segment.weights)
+                self.write_back(unit.weights)
 
     def write_back(self, weights: Iterable[Weight]) -> None:
         """Copy weights that were changed on the device to their masters."""

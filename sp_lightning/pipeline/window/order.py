@@ -23,7 +23,10 @@ class Pass(enum.IntEnum):
 
 
 class Order:
-    """Records which members (modules whose calls enter a unit) are used, and predicts which are used next."""
+    """Records which members (modules whose calls enter a unit) are used, and predicts which are used next.
+
+    A use has a number: that of the member, plus the number of all members for each pass before its own.
+    """
 
     def __init__(self, members: int) -> None:
         self._members = members
@@ -33,7 +36,8 @@ class Order:
         self._longest = _RECORDED_PER_MEMBER * members
         self._records: dict[int, list[int]] = {}  # the uses of past steps, by their first use
         self._followed: list[int] = []  # the record that the step under way repeats
-        self._position = 0  # the index of the latest use in that record
+        # The index of the latest use in that record; None if it is not there.
+        self._position: int | None = None
         self._last = -1  # the latest use; -1 if the next one cannot be predicted
         # The uses of the step under way; None before its first one.
         self._recording: list[int] | None = None
@@ -55,25 +59,23 @@ class Order:
         if self._recording is None:
             self._recording = []
             self._followed = self._records.get(use, [])
-            self._position = -1
+            self._position = None
         if len(self._recording) < self._longest:
             self._recording.append(use)
-        record = self._followed
-        start = self._position + 1
+        record, position = self._followed, self._position
         try:
-            self._position = record.index(use, start)
-        except ValueError:  # the position is past the end of the record if the use is not in it
-            self._position = record.index(use) if use in record else len(record)
+            self._position = record.index(use, 0 if position is None else position + 1)
+        except ValueError:
+            self._position = record.index(use) if use in record else None
 
     def upcoming(self, count: int) -> list[int]:
-        """Return the members that are expected to be used next, in order."""
-        record = self._followed
-        start = self._position + 1
-        if start > len(record):  # no record knows the next use: modules are expected in their own order
+        """Return the uses that are expected next, in order."""
+        record, position = self._followed, self._position
+        if position is None:  # no record knows the next use: modules are expected in their own order
             record = self._inference if self._last >= 2 * self._members else self._training
-            start = record.index(self._last) + 1 if self._last >= 0 else 0
+            position = record.index(self._last) if self._last >= 0 else -1
         # After the end of the record, a step like this one is expected.
-        return [use % self._members for use in (record[start:] + record)[:count]]
+        return (record[position + 1 :] + record)[:count]
 
     def used_members(self) -> list[int]:
         """Return the members that the step under way has used, or else the last one, in order of their first uses."""
@@ -83,5 +85,5 @@ class Order:
         """Forget the position after an exception: the next use does not follow from the last one."""
         self._recording = None
         self._followed = []
-        self._position = 0
+        self._position = None
         self._last = -1

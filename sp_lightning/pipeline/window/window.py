@@ -26,7 +26,7 @@ from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import NOTHING
 from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.pipeline.window.master_access import MasterAccess
-from sp_lightning.pipeline.window.order import Order
+from sp_lightning.pipeline.window.order import Order, Pass
 
 _USES_AHEAD = 16  # uses that a prefetch looks at; more would cost more time than they save
 _UNITS_AHEAD = 3
@@ -44,7 +44,7 @@ class Window(MasterAccess):
         stats: Stats,
     ) -> None:
         super().__init__(units, backend, stats)
-        self._unit_of_member = list(unit_of_member)
+        self._unit_of_use = [*unit_of_member] * len(Pass)
         self.order = order
         # Whether no copy was issued, and no step begun, since all of them were waited for.
         self.settled = True
@@ -52,7 +52,7 @@ class Window(MasterAccess):
         self._outdated: dict[Unit, None] = {}
         # The units that occupy places in the arena: each was loaded last into its place.
         self._occupants: set[Unit] = set()
-        most_members = max(Counter(map(id, unit_of_member)).values(), default=0)
+        most_members = max(Counter(unit_of_member).values(), default=0)
         self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most_members)
 
     def begin_next_step(self) -> None:
@@ -148,8 +148,8 @@ class Window(MasterAccess):
         Backward reads the units `in_use`, although no call is inside of them, so they must not be reloaded now.
         """
         needed = set(in_use)
-        for member in self.order.upcoming(self._horizon):
-            unit = self._unit_of_member[member]
+        for use in self.order.upcoming(self._horizon):
+            unit = self._unit_of_use[use]
             if unit in needed:
                 continue
             # A call inside computes with the values that it began with, even if a step ends meanwhile.

@@ -37,55 +37,30 @@ def resident_from_the_next_step_on(pipe: Pipeline) -> tuple[str, ...]:
 
 
 COMPUTES: list[Callable[[Tensor, Tensor], Tensor]] = [
-    lambda w, b: w + 1,
-    lambda w, b: torch.ones(1, 3) @ w,
-    lambda w, b: F.linear(torch.ones(1, 3), w, b),
-    lambda w, b: F.embedding(torch.tensor([0]), w),
-    lambda w, b: w.sum(),
-    lambda w, b: w.t(),
-    lambda w, b: w[0],
-    lambda w, b: w.to(torch.float64),
-    lambda w, b: torch.cat([w, w]),
-    lambda w, b: torch.einsum("ij,j->i", w, b),
-    lambda w, b: torch.add(torch.ones(3), other=b),
-    lambda w, b: torch.ones(3).add_(b),
-    lambda w, b: torch._foreach_mul([w, b], 2.0)[0],
-    lambda w, b: w.type(torch.float64),
-]
+    lambda w, b: w + 1, lambda w, b: torch.ones(1, 3) @ w,
+    lambda w, b: F.linear(torch.ones(1, 3), w, b), lambda w, b: F.embedding(torch.tensor([0]), w),
+    lambda w, b: w.sum(), lambda w, b: w.t(), lambda w, b: w[0], lambda w, b: w.to(torch.float64),
+    lambda w, b: torch.cat([w, w]), lambda w, b: torch.einsum("ij,j->i", w, b),
+    lambda w, b: torch.add(torch.ones(3), other=b), lambda w, b: torch.ones(3).add_(b),
+    lambda w, b: torch._foreach_mul([w, b], 2.0)[0], lambda w, b: w.type(torch.float64),
+]  # fmt: skip
 
 ON_THE_HOST: list[Callable[[nn.Parameter], Any]] = [
-    lambda w: w.shape,
-    lambda w: w.dtype,
-    lambda w: len(w),
-    lambda w: w.data_ptr(),
-    lambda w: w.requires_grad,
-    lambda w: w.requires_grad_(True),
-    lambda w: w._version,
-    lambda w: w.grad,
-    lambda w: setattr(w, "grad", None),
-    lambda w: setattr(w, "requires_grad", True),
-    lambda w: w.untyped_storage(),
-    lambda w: repr(w),
-    lambda w: hash(w),
-    lambda w: w.tolist(),
-    lambda w: w.detach().numpy(),
-    lambda w: w.detach().cpu(),
-    lambda w: w.register_hook(print),
-]
+    lambda w: w.shape, lambda w: w.dtype, lambda w: len(w), lambda w: w.data_ptr(),
+    lambda w: w.requires_grad, lambda w: w.requires_grad_(True), lambda w: w._version,
+    lambda w: w.grad, lambda w: setattr(w, "grad", None),
+    lambda w: setattr(w, "requires_grad", True), lambda w: w.untyped_storage(), lambda w: repr(w),
+    lambda w: hash(w), lambda w: w.tolist(), lambda w: w.detach().numpy(),
+    lambda w: w.detach().cpu(), lambda w: w.register_hook(print),
+]  # fmt: skip
 
 WRITES: list[Callable[[Tensor], Any]] = [
-    lambda w: w.copy_(torch.zeros(3, 3)),
-    lambda w: w.add_(1),
-    lambda w: w.__setitem__(0, 5.0),
-    lambda w: w.__imul__(2),
-    lambda w: w.clamp_(0, 0.1),
-    lambda w: w.data.mul_(3),
-    lambda w: setattr(w, "data", torch.zeros(3, 3)),
-    lambda w: nn.init.constant_(w, 0.3),
-    lambda w: torch._foreach_mul_([w], 2.0),
-    lambda w: torch._foreach_mul_([torch.ones(2), w], 2.0),
+    lambda w: w.copy_(torch.zeros(3, 3)), lambda w: w.add_(1), lambda w: w.__setitem__(0, 5.0),
+    lambda w: w.__imul__(2), lambda w: w.clamp_(0, 0.1), lambda w: w.data.mul_(3),
+    lambda w: setattr(w, "data", torch.zeros(3, 3)), lambda w: nn.init.constant_(w, 0.3),
+    lambda w: torch._foreach_mul_([w], 2.0), lambda w: torch._foreach_mul_([torch.ones(2), w], 2.0),
     lambda w: torch.add(torch.zeros(3, 3), 5, out=w),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("work", COMPUTES)

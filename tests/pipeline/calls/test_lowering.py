@@ -94,7 +94,6 @@ def test_a_pipeline_learns_what_to_lower(name: str, cache: bool) -> None:
 @pytest.mark.parametrize("in_step", [True, False])
 def test_units_called_twice_in_one_region_of_autocast_or_in_two(in_step: bool, regions: int, policy: Policy) -> None:
     """Each region casts weights anew, and gradients of two casts add up in fp32; those of one in bf16."""
-    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)])
     plain = copy.deepcopy(model)
     x = torch.randn(4, 16)
@@ -118,7 +117,6 @@ def test_units_called_twice_in_one_region_of_autocast_or_in_two(in_step: bool, r
 @pytest.mark.parametrize("first", ["training", "evaluation"])
 def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> None:
     """In evaluation under a CPU's autocast, `nn.TransformerEncoderLayer` is one operation."""
-    torch.manual_seed(0)
     plain = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)])
     model = copy.deepcopy(plain)
     x = torch.randn(2, 3, 8)
@@ -143,7 +141,6 @@ def test_a_fast_path_that_wants_weights_as_they_are(cache: bool, first: str) -> 
 @pytest.mark.parametrize("kind", ["layer", "encoder", "attention"])
 def test_what_may_be_a_single_operation_is_not_divided(kind: str, masked: bool, autocast: bool, units: Any) -> None:
     """Where all of the model is one such layer, or where a user names the layers in it."""
-    torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x, mask = torch.randn(2, 3, 8), torch.tensor([[False, False, False], [False, True, True]]) if masked else None
     inputs: dict[str, Any] = {"src": x, "src_key_padding_mask": mask}
@@ -214,7 +211,6 @@ def test_units_that_use_or_replace_weights_of_their_layers_are_exact(
                 optimizer.zero_grad()
         return [output.detach() for output in found]
 
-    torch.manual_seed(0)
     assert_same_results(run, nn.Sequential(*[kind() for _ in range(3)]), k=2, units=kind, debug=True)
 
 
@@ -289,7 +285,6 @@ def test_each_module_has_the_dtype_that_it_is_called_under(name: str, attached_u
         optimizer.zero_grad()
         return [loss.detach(), *gradients]
 
-    torch.manual_seed(0)
     plain = Mixed(shared)
     plain.stem.__class__ = nn.Linear if shared else Shrinking
     model = copy.deepcopy(plain)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,11 +89,3 @@ def train(
         pipeline.detach()
     note_state(trace, "end", model, [] if dist.get_rank() else [optimizer])
     return trace
-
-
-def assert_averages_closely(build: Model = chain, **how: Any) -> None:
-    expected, actual = train(build, None, **how), train(build, PipelineOptions(k=2, debug=True), **how)
-    assert list(expected) == list(actual)
-    for label, value in expected.items():
-        if isinstance(value, Tensor):
-            torch.testing.assert_close(actual[label], value, rtol=1e-4, atol=1e-6)

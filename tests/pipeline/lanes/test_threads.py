@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions, host_memory
+from sp_lightning.pipeline import Pipeline, PipelineOptions, host_memory
 from sp_lightning.pipeline.lanes import devices
 from sp_lightning.pipeline.lanes.lanes import Job
+
+from ..parts import host_backend
 
 DEVICE = torch.device("meta")  # any device that is not the CPU
 
@@ -29,6 +31,7 @@ def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(host_memory, name, tmp_path)
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     return tmp_path
 
 
@@ -54,11 +57,8 @@ def test_cores_that_the_process_may_use(
     ("limits", "expected"),
     [(("max", "max", "400000"), 3), (("600000", "max", "max"), 5), (("max", "50000", "300000"), 1), (("max",) * 3, 6)],
 )
-def test_a_container_may_have_less_of_their_time(
-    limits: tuple[str, ...], expected: int, cores: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_may_have_less_of_their_time(limits: tuple[str, ...], expected: int, cores: Path) -> None:
     """One of four cores, on a machine of 48, ran 36 threads."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     (cores / "self").mkdir()
     (cores / "self/cgroup").write_text("0::/pod/job\n")
     (cores / "pod/job").mkdir(parents=True)
@@ -69,20 +69,15 @@ def test_a_container_may_have_less_of_their_time(
 
 def test_a_system_that_does_not_tell_of_cores(cores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_CORES", cores / "missing")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     assert devices._threads(DEVICE, 1) == 12
 
 
-@pytest.mark.parametrize(("launched", "expected"), [(False, None), (True, 6)])
-def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(
-    monkeypatch: pytest.MonkeyPatch, launched: bool, expected: int | None
-) -> None:
+def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torchrun` sets the variable, too, and means the processes that it has not started."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    if launched:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert devices._threads(DEVICE, 1) == expected
+    assert devices._threads(DEVICE, 1) is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert devices._threads(DEVICE, 1) == 6
 
 
 def seen_by(backend: Any) -> int:
@@ -94,9 +89,8 @@ def seen_by(backend: Any) -> int:
 
 def test_the_number_holds_in_one_thread_alone() -> None:
     usual = torch.get_num_threads()
-    backend = HostBackend(threads=usual + 2)
     later: list[int] = []
-    try:
+    with host_backend(threads=usual + 2) as backend:
         assert seen_by(backend) == usual + 2
         torch.ones(1 << 16).mul(2)
         thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
@@ -105,13 +99,8 @@ def test_the_number_holds_in_one_thread_alone() -> None:
         assert (torch.get_num_threads(), later) == (usual, [usual])
         backend.work(Job(lambda: torch.ones(1 << 16).mul_(2))).join()
         assert seen_by(backend) == usual + 2
-    finally:
-        backend.close()
 
 
 def test_the_option_reaches_the_thread() -> None:
-    pipeline = Pipeline(nn.Linear(2, 2), "cpu", options=PipelineOptions(host_threads=3))
-    try:
+    with Pipeline(nn.Linear(2, 2), "cpu", options=PipelineOptions(host_threads=3)) as pipeline:
         assert seen_by(pipeline.backend) == 3
-    finally:
-        pipeline.detach()

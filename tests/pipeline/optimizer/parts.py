@@ -27,11 +27,8 @@ def attached(model: nn.Module, seed: int = 0, **options: Any) -> Iterator[Pipeli
     """Each linear layer is a unit; copies and work on the host take a random time, free memory is poisoned."""
     backend = HostBackend(poison=True, max_delay=0.004, seed=seed)
     choices = PipelineOptions(**{"k": 2, "units": nn.Linear, "debug": True, **options})
-    pipeline = Pipeline(model, "cpu", options=choices, backend=backend)
-    try:
+    with Pipeline(model, "cpu", options=choices, backend=backend) as pipeline:
         yield pipeline
-    finally:
-        pipeline.detach()
 
 
 def check_story(

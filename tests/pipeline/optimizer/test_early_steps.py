@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -32,6 +32,10 @@ from .parts import (
 )
 
 
+def stepping(optimizer: Optimizer, pipeline: Pipeline | None, **options: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if pipeline is None else pipeline.optimizers.stepping_in_backward(optimizer, **options)
+
+
 def train_in_backward(
     model: nn.Module,
     optimizer: Optimizer,
@@ -47,10 +51,7 @@ def train_in_backward(
         optimizer.zero_grad()
         before(model)
         loss = loss_of(model)
-        in_backward = nullcontext()
-        if pipeline is not None and number >= first:
-            in_backward = pipeline.optimizers.stepping_in_backward(optimizer, **options)
-        with in_backward:
+        with stepping(optimizer, pipeline if number >= first else None, **options):
             loss.backward()
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()] + everything(model, optimizer)[len([*model.parameters()]) :]
@@ -196,7 +197,7 @@ def test_lower_gradients_that_were_not_stepped_in_backward_are_kept(why: str, co
                 if number > 1:  # first steps show what is lowered, and a graph that is kept would hinder that
                     before(model)
                 loss = model(X).square().mean()
-            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number > 1 else nullcontext():
+            with stepping(optimizer, pipeline if number > 1 else None):
                 loss.backward()
             optimizer.step()
         kept_graphs.clear()
@@ -238,7 +239,7 @@ def test_units_that_are_not_stepped_in_backward(why: str) -> None:
             if why == "accumulated":
                 model[1:](X).sum().backward()
             loss = model(X).square().mean()
-            with pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext():
+            with stepping(optimizer, pipeline if number else None):
                 loss.backward()
             optimizer.step()
             if why == "another optimizer's":
@@ -351,10 +352,7 @@ def test_a_unit_whose_weight_has_an_alias_is_stepped_after_backward() -> None:
                 first = model[0](X)
                 first.register_hook(lambda gradient, alias=alias: found.append(alias.norm()))
                 loss = model[1:](first).square().mean()
-            in_backward = nullcontext()
-            if pipeline is not None and number:
-                in_backward = pipeline.optimizers.stepping_in_backward(optimizer)
-            with in_backward:
+            with stepping(optimizer, pipeline if number else None):
                 loss.backward()
             optimizer.step()
         return [*found, *everything(model, optimizer)]
@@ -402,8 +400,7 @@ def test_two_optimizers_that_step_when_both_have_had_their_backward() -> None:
             model.zero_grad()
             for optimizer, part in zip(optimizers, (model[:2], model[2:]), strict=True):
                 loss = part(X).square().mean()
-                early = pipeline.optimizers.stepping_in_backward(optimizer) if pipeline and number else nullcontext()
-                with early:
+                with stepping(optimizer, pipeline if number else None):
                     loss.backward()
             for optimizer in optimizers:
                 optimizer.step()

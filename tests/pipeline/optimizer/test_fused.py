@@ -14,6 +14,7 @@ from torch import nn
 
 from sp_lightning.pipeline import Pipeline
 from sp_lightning.pipeline.optimizer import unit_steps
+from sp_lightning.pipeline.optimizer.kinds import Step
 
 
 @pytest.fixture
@@ -24,24 +25,20 @@ def module() -> nn.Module:
 @contextmanager
 def stepped_for_a_device(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
     """One step as for a GPU, with gradients of ones; yields the settings of the kernels that the optimizer ran."""
-    pipeline = Pipeline(module, "cpu")
-    pipeline._engine.steps.fused = True
     settings: list[dict[str, Any]] = []
 
-    def update_weights(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], *args: Any) -> None:
-        settings.append(hyper)
-        plainly(optimizer, hyper, *args)
+    def update_weights(step: Step, number: int, *args: Any) -> None:
+        settings.append(step.settings[number])
+        plainly(step, number, *args)
 
     plainly = unit_steps.update_weights
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
-    try:
-        with mock.patch.object(unit_steps, "update_weights", update_weights):
-            yield settings
-            optimizer.step()
-            pipeline._engine.settle()
-    finally:
-        pipeline.detach()
+    with Pipeline(module, "cpu") as pipeline, mock.patch.object(unit_steps, "update_weights", update_weights):
+        pipeline._engine.steps.fused = True
+        yield settings
+        optimizer.step()
+        pipeline._engine.settle()
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])

@@ -24,18 +24,7 @@ from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, HAVE_FU
 from tests.helpers import torchs_defaults
 
 from ...helpers import PATIENCE
-from .parts import (
-    WIDTH,
-    Own,
-    X,
-    adam,
-    attached,
-    autocast_step,
-    chain,
-    check_story,
-    everything,
-    plain_step,
-)
+from .parts import WIDTH, Own, X, adam, attached, autocast_step, chain, check_story, everything, plain_step
 
 Step = Callable[[nn.Module, Optimizer], Any]
 

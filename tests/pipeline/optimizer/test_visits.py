@@ -22,7 +22,7 @@ from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.optimizer import pieces, visit
 
 from ...helpers import is_block
-from ...planning.parts import BLOCKS, Fixed, Make, train_placed
+from ...planning.parts import BLOCKS, Fixed, Make, take_steps, train_placed
 from ...zoo.blocks import Gated, chain
 
 OPTIMIZERS: dict[str, Make] = {
@@ -42,11 +42,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_same(
-    make: Make,
-    visiting: Sequence[int],
-    k: int = 2,
-    backend: HostBackend | None = None,
-    **options: Any,
+    make: Make, visiting: Sequence[int], k: int = 2, backend: HostBackend | None = None, **options: Any
 ) -> int:
     """Both trainings have the same bits; returns the number of visits."""
     expected, _ = train_placed(make, None, **options)
@@ -135,17 +131,14 @@ def test_gradients_and_masters_are_seen_as_ever(clip: float | None) -> None:
 
 @contextmanager
 def visiting(
-    units: Sequence[int], backend: HostBackend | None = None, **options: Any
+    units: Sequence[int], backend: HostBackend | None = None, at_first: Sequence[int] = (), **options: Any
 ) -> Iterator[tuple[nn.Module, Pipeline, Optimizer]]:
     """Blocks, some of which visit."""
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (options.get("k", 2), (), units))
+    model, planner = chain(BLOCKS, 16, 48), Fixed((2, (), at_first), (options.get("k", 2), (), units))
     backend = backend or HostBackend(poison=True, max_delay=0.002)
     chosen = PipelineOptions(units=is_block, **options)
-    pipeline = Pipeline(model, "cpu", options=chosen, backend=backend, planner=planner)
-    try:
+    with Pipeline(model, "cpu", options=chosen, backend=backend, planner=planner) as pipeline:
         yield model, pipeline, AdamW(model.parameters(), fused=True)
-    finally:
-        pipeline.detach()
 
 
 def clipped_backward(model: nn.Module, pipeline: Pipeline) -> list[weakref.ref[Tensor]]:
@@ -155,7 +148,9 @@ def clipped_backward(model: nn.Module, pipeline: Pipeline) -> list[weakref.ref[T
         model(torch.ones(4, 16)).square().mean().backward()
     pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.01)
     of_weights = pipeline._engine.stream.gradient_of.values()
-    return [weakref.ref(gradient.tensor) for gradient in of_weights if gradient.of_segment.is_on_device]
+    return [
+        weakref.ref(gradient.tensor) for gradient in of_weights if gradient.tensor is not None and gradient.is_on_device
+    ]
 
 
 @pytest.mark.parametrize(("k", "order"), [(2, [0, 1, 2, 3, 4, 5]), (1, [1, 2])], ids=["begun", "to begin"])
@@ -193,63 +188,44 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
 
 
 def test_gradients_stay_on_the_device_and_state_moves_once() -> None:
-    model, planner = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0, 1]))
-    backend = HostBackend(poison=True, max_delay=0.002)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
-    optimizer = AdamW(model.parameters(), fused=True)
-    moved = []
-    for _ in range(4):
-        with pipeline.optimizers.clipping.measuring_norms():
-            model(torch.ones(4, 16)).square().mean().backward()
-        pipeline.optimizers.clipping.clip_grad_norm(model.parameters(), 0.01)
-        before = pipeline.stats.bytes_to_host
-        optimizer.step()
-        optimizer.zero_grad()
-        model.blocks[0].up.weight.sum()  # waits for its step
-        moved.append(pipeline.stats.bytes_to_host - before)
+    with visiting([0, 1]) as (model, pipeline, optimizer):
+        moved, lying = [], []
+        for _ in range(5):
+            clipped_backward(model, pipeline)
+            before = pipeline.stats.bytes_to_host
+            optimizer.step()
+            model.blocks[0].up.weight.sum()  # waits for its step
+            moved.append(pipeline.stats.bytes_to_host - before)
+            lying.append([optimizer.state[p]["exp_avg"].data_ptr() for p in model.blocks[0].parameters()])
     block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
     assert moved[0] == 0
     assert 3 * block <= moved[-1] <= 6.5 * block, "masters and two moments of one unit or two, and no gradient"
-    lying = [optimizer.state[p]["exp_avg"].data_ptr() for p in model.blocks[0].parameters()]
-    model(torch.ones(4, 16)).square().mean().backward()
-    optimizer.step()
-    assert lying == [optimizer.state[p]["exp_avg"].data_ptr() for p in model.blocks[0].parameters()]
-    pipeline.detach()
+    assert lying[-1] == lying[-2]
 
 
 @pytest.mark.parametrize(("begins", "delay"), [(False, 0.0), (True, 0.0), (True, 0.02)])
 def test_a_visit_that_fails_raises(begins: bool, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a step does for which there is no memory. The next step is right, and its units visit."""
-    model, planner, backend = chain(BLOCKS, 16, 48), Fixed((2,), (2, (), [0, 1])), HostBackend(max_delay=delay)
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
-    optimizer = AdamW(model.parameters(), fused=True)
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory for pieces")
 
-    def step(model: nn.Module, optimizer: Optimizer, times: int = 1) -> None:
-        for _ in range(times):
-            optimizer.zero_grad()
-            model(torch.ones(4, 16)).square().mean().backward()
-            optimizer.step()
-
-    step(model, optimizer)
-    monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "assign_buffer", fail)
-    with pytest.raises(RuntimeError, match="no memory for pieces"):
-        step(model, optimizer, times=2)  # if copies are late, the second one raises
-    if begins:
+    with visiting([0, 1], HostBackend(max_delay=delay)) as (model, pipeline, optimizer):
+        take_steps(model, optimizer, 1)
+        monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "assign_buffer", fail)
         with pytest.raises(RuntimeError, match="no memory for pieces"):
-            model.blocks[0].up.weight.sum()
-    monkeypatch.undo()
-    before, plain = pipeline.stats.visits, copy.deepcopy(model)
-    others = AdamW(plain.parameters(), fused=True)
-    others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for _ in range(3):
-        step(model, optimizer)
-        step(plain, others)
-    assert pipeline.stats.visits == before + 6
-    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
-    pipeline.detach()
+            take_steps(model, optimizer, 2)  # if copies are late, the second one raises
+        if begins:
+            with pytest.raises(RuntimeError, match="no memory for pieces"):
+                model.blocks[0].up.weight.sum()
+        monkeypatch.undo()
+        before, plain = pipeline.stats.visits, copy.deepcopy(model)
+        others = AdamW(plain.parameters(), fused=True)
+        others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        take_steps(model, optimizer, 3)
+        take_steps(plain, others, 3)
+        assert pipeline.stats.visits == before + 6
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 def test_a_visit_that_fails_in_the_middle_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,39 +306,22 @@ class WithNothing(nn.Linear):
 @pytest.mark.parametrize("name", ["AdamW", "ours, int8"])
 def test_weights_without_elements(name: str) -> None:
     """A unit that trains nothing else is left to the host."""
-
-    def train(planner: Fixed | None) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[WithNothing(is_frozen=number == 2) for number in range(4)])
-        options = PipelineOptions(units=[WithNothing])
-        pipeline = None if planner is None else Pipeline(model, "cpu", options=options, planner=planner)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        for _ in range(4):
-            model(torch.ones(2, 16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        visits = 0 if pipeline is None else pipeline.stats.visits
-        if pipeline is not None:
-            pipeline.detach()
-        return [parameter.detach() for parameter in model.parameters()], visits
-
-    expected, _ = train(None)
-    actual, visits = train(Fixed((2,), (2, (), range(4))))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert visits == 3 * 3
+    model = nn.Sequential(*[WithNothing(is_frozen=number == 2) for number in range(4)])
+    plain, planner = copy.deepcopy(model), Fixed((2,), (2, (), range(4)))
+    take_steps(plain, OPTIMIZERS[name](plain.parameters()), 4)
+    with Pipeline(model, "cpu", options=PipelineOptions(units=[WithNothing]), planner=planner) as pipeline:
+        take_steps(model, OPTIMIZERS[name](model.parameters()), 4)
+        assert pipeline.stats.visits == 3 * 3
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 def test_state_is_page_locked_from_when_it_is_made() -> None:
     """Of a unit that is to visit from then on; of others, from their first visit."""
-    model, planner, backend = chain(BLOCKS, 16, 48), Fixed((2, (), [0]), (2, (), [0, 1])), LocksPages()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(units=is_block), backend=backend, planner=planner)
-    optimizer = AdamW(model.parameters(), fused=True)
-    for step in range(2):
-        model(torch.ones(4, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for number, block in enumerate(model.blocks):
-            start = optimizer.state[block.up.weight]["exp_avg"].data_ptr()
-            assert any(0 <= start - begin < size for begin, size in backend.locked.items()) == (number <= step)
-        assert pipeline.stats.visits == 2 * step
-    pipeline.detach()
+    backend = LocksPages()
+    with visiting([0, 1], backend, at_first=[0]) as (model, pipeline, optimizer):
+        for step in range(2):
+            take_steps(model, optimizer, 1)
+            for number, block in enumerate(model.blocks):
+                start = optimizer.state[block.up.weight]["exp_avg"].data_ptr()
+                assert any(0 <= start - begin < size for begin, size in backend.locked.items()) == (number <= step)
+            assert pipeline.stats.visits == 2 * step

@@ -36,7 +36,6 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 def test_a_changed_tree_is_arranged_anew(change: Callable[[nn.Sequential], object]) -> None:
     """Whatever comes, goes or moves; but not steps, states, modes, buffers and hooks."""
     layers = tree()
-    pipeline = superpipeline(layers, "cpu", k=2)
 
     def arrangements_of_a_step() -> int:
         before = pipeline.stats.arrangements
@@ -44,7 +43,7 @@ def test_a_changed_tree_is_arranged_anew(change: Callable[[nn.Sequential], objec
             layers(torch.ones(1, 2)).sum().backward()
         return pipeline.stats.arrangements - before
 
-    try:
+    with superpipeline(layers, "cpu", k=2) as pipeline:
         for _ in range(3):
             arrangements_of_a_step()
         layers.load_state_dict(layers.state_dict())
@@ -55,8 +54,6 @@ def test_a_changed_tree_is_arranged_anew(change: Callable[[nn.Sequential], objec
         change(layers)
         assert arrangements_of_a_step() > 0
         assert arrangements_of_a_step() == 0
-    finally:
-        pipeline.detach()
 
 
 CONVERSIONS: dict[str, Callable[[nn.Linear], object]] = {

@@ -20,7 +20,6 @@ from ...zoo.quantized import Int8Linear, PackedLinear
 
 Quantize = Callable[[nn.Linear], nn.Linear]
 Change = Callable[[Chain, Chain], None]
-BOTH_KINDS = pytest.mark.parametrize("quantize", [Int8Linear, PackedLinear])
 
 
 def quantized(quantize: Quantize, length: int = 4) -> Chain:
@@ -49,18 +48,13 @@ def gradient(model: nn.Module) -> Tensor:
     return x.grad
 
 
-def test_one_that_is_trained_lives_on_the_device() -> None:
-    """Its gradient is one of its own class, too."""
-    model = quantized(Int8Linear)
-    weight_of(model).requires_grad_()
-    assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight"]
-
-
-def test_one_with_another_tensor_beside_it_lives_on_the_device() -> None:
-    """As bitsandbytes' int8 weights have another name for their memory, which would not move along."""
-    model = quantized(PackedLinear)
-    weight_of(model).codes = weight_of(model).data
-    assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight"]
+def test_one_that_is_trained_or_has_another_tensor_beside_it_lives_on_the_device() -> None:
+    """As its gradient has its own class, too; or its memory another name, as bitsandbytes', which would not move."""
+    trained, named = quantized(Int8Linear), quantized(PackedLinear)
+    weight_of(trained).requires_grad_()
+    weight_of(named).codes = weight_of(named).data
+    for model in (trained, named):
+        assert list(find_units(model, Block).unmanaged) == ["blocks.1.up.base.weight"]
 
 
 class Statistic(nn.Parameter):
@@ -143,7 +137,7 @@ def test_one_that_is_unfrozen_moves_to_the_device() -> None:
     assert weight_of(model).grad is not None
 
 
-@BOTH_KINDS
+@pytest.mark.parametrize("quantize", [Int8Linear, PackedLinear])
 def test_a_forward_that_writes_to_one_is_refused(quantize: Quantize) -> None:
     def halve(block: nn.Module, _: Any) -> None:
         with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -77,16 +77,13 @@ class LaggingBackend(HostBackend):
 
 @contextmanager
 def lagging(model: nn.Module, k: int = 2) -> Iterator[Pipeline]:
-    backend = LaggingBackend()
-    pipeline = Pipeline(model, "cpu", options=PipelineOptions(k=k, units=nn.Linear), backend=backend)
-    try:
+    options = PipelineOptions(k=k, units=nn.Linear)
+    with Pipeline(model, "cpu", options=options, backend=LaggingBackend()) as pipeline:
         yield pipeline
         for unit in pipeline.arrangement.in_window:
             for late in unit.presence.uploads if unit.presence.residency is Residency.READABLE else ():
                 assert isinstance(late, LateCopy)
                 late.check()
-    finally:
-        pipeline.detach()
 
 
 def make_model() -> nn.Sequential:
@@ -94,44 +91,21 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
 
 
-def load(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
-
-
-def in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1.5)
-
-
-def foreach(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(list(model.parameters()), 1.5)
-
-
-def data(model: nn.Module) -> None:
-    for weight in model.parameters():
-        weight.data.mul_(1.5)
-
-
-def other_memory(model: nn.Module) -> None:
-    for weight in model.parameters():
-        weight.data = weight.data * 1.5
-
-
-def alias(model: nn.Module) -> None:
-    for weight in model.parameters():
-        weight.detach().mul_(1.5)
-
-
-EDITS = [load, in_place, foreach, data, other_memory, alias]
+EDITS: dict[str, Callable[[nn.Module], object]] = {
+    "load": lambda model: model.load_state_dict({name: 1.5 * value for name, value in model.state_dict().items()}),
+    "in place": torch.no_grad()(lambda model: [weight.mul_(1.5) for weight in model.parameters()]),
+    "foreach": torch.no_grad()(lambda model: torch._foreach_mul_(list(model.parameters()), 1.5)),
+    "data": lambda model: [weight.data.mul_(1.5) for weight in model.parameters()],
+    "other memory": lambda model: [setattr(weight, "data", 1.5 * weight.data) for weight in model.parameters()],
+    "alias": lambda model: [weight.detach().mul_(1.5) for weight in model.parameters()],
+}
 
 
 @pytest.mark.parametrize("lowered", [False, True], ids=["as they are", "lowered"])
 @pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "in a step"])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_edits_after_a_forward_come_after_its_copies(
-    edit: Callable[[nn.Module], None], in_step: bool, lowered: bool
+    edit: Callable[[nn.Module], object], in_step: bool, lowered: bool
 ) -> None:
     """A `load_state_dict` after a forward without a graph changed what queued copies were still to read."""
 
@@ -140,14 +114,9 @@ def test_edits_after_a_forward_come_after_its_copies(
         with torch.autocast("cpu", torch.bfloat16, enabled=lowered, cache_enabled=False):
             model(X).float().sum().backward()  # shows what is lowered
             for _ in range(3):
-                with torch.no_grad():
-                    if pipeline is not None and in_step:
-                        with pipeline.step():
-                            found.append(model(X))
-                            edit(model)
-                    else:
-                        found.append(model(X))
-                        edit(model)
+                with torch.no_grad(), pipeline.step() if pipeline is not None and in_step else nullcontext():
+                    found.append(model(X))
+                    edit(model)
         return found
 
     model = make_model()
