@@ -268,7 +268,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _plan_parser() -> ArgumentParser:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ActionYesNo, ArgumentParser
 
     class WithDashes(ArgumentParser):
         def format_help(self, *arguments: Any) -> str:
@@ -296,7 +296,13 @@ def _plan_parser() -> ArgumentParser:
         help="measure the rates of this machine, in seconds, and assume them",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object, for scripts")
-    parser.add_class_arguments(Assumptions)
+    parser.add_argument(
+        "--desktop",
+        action=ActionYesNo,
+        default=False,
+        help="whether a desktop takes 1 GiB of GPU memory and 3 GiB of RAM; the default follows `--host`",
+    )
+    parser.add_class_arguments(Assumptions, skip={"desktop"})
     return parser
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +169,9 @@ class SimulatedBackend(Backend):
         both: Bytes per second of copies in both directions together.
         memory: Bytes of host memory per second, which copies and work on the host share.
         per_byte: Bytes of host memory that work moves for each byte it is said to move: state beside weights.
+
+    Attributes:
+        piece_seconds: Seconds that the update of a piece waits for its kernels.
     """
 
     def __init__(
@@ -190,6 +194,10 @@ class SimulatedBackend(Backend):
         self.main = 0.0  # when the main thread is here
         self._pending: list[Pending] = []
         self.spans: list[Span] = []
+        self.piece_seconds = 0.0
+        self._computed: list[tuple[float, float]] = []
+        # what copies and updates have moved of the device's memory, and did not slow computing down for yet
+        self._moved: list[tuple[float, float, float]] = []
         self._asked_after: Sequence[Ticket] = ()
 
     @property
@@ -204,8 +212,28 @@ class SimulatedBackend(Backend):
     def compute(self, seconds: float) -> None:
         """Launch something on the device."""
         begin = self.now
+        seconds += self._slowed(begin)
+        self._computed.append((begin, begin + seconds))
         self._free[Lane.COMPUTE] = begin + seconds
         self.spans.append(Span(Lane.COMPUTE, begin, begin + seconds))
+
+    def _slowed(self, now: float) -> float:
+        """Seconds that computing has lost until now: it waits for the device's memory half of the time.
+
+        What moves beside it takes its part of that.
+        """
+        over = [each for each in self._moved if each[1] <= now]
+        self._moved = [each for each in self._moved if each[1] > now]
+        lost = 0.0
+        for begin, end, nbytes in over:
+            beside = 0.0
+            for number in range(bisect(self._computed, (end,)) - 1, -1, -1):
+                since, until = self._computed[number]
+                if until <= begin:
+                    break
+                beside += min(end, until) - max(begin, since)
+            lost += 0.5 * nbytes / self.memory_rate * beside / max(end - begin, 1e-12)
+        return lost
 
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
         copy_memory(target, source)
@@ -222,7 +250,8 @@ class SimulatedBackend(Backend):
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
         job.action()
         ours, told = OF_VISITS[kind.lane], self._asked_after
-        return self._ask(ours, job.nbytes / self._rates[ours], [*job.after, *told], f"{ours} of visits", told=told)
+        seconds = job.nbytes / self._rates[ours] + (self.piece_seconds if ours is Lane.VISIT else 0.0)
+        return self._ask(ours, seconds, [*job.after, *told], f"{ours} of visits", told=told)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         copy_memory(target, source)
@@ -279,6 +308,9 @@ class SimulatedBackend(Backend):
             pending.ticket.issued_at = max(ends(pending.told), default=0.0)
             end = self._free[pending.lane] = pending.ticket.end = self._end(pending.lane, begin, pending.seconds)
             self.spans.append(Span(pending.lane, begin, end))
+            if pending.lane is not Lane.HOST and self.memory_rate < math.inf:
+                moving = pending.seconds - (self.piece_seconds if pending.lane is Lane.VISIT else 0.0)
+                self._moved.append((begin, end, moving * self._rates[pending.lane]))
 
     def _end(self, lane: Lane, begin: float, seconds: float) -> float:
         """When work ends that goes on as fast as others leave of what is shared, of which it takes its part."""

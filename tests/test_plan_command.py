@@ -31,7 +31,6 @@ from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.cli import main
 from sp_lightning.pipeline import Lane
 from sp_lightning.planning import rates
-from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import batch_of, find, gpu_named, known, named_model, recipe
 from sp_lightning.planning.memory import device_bytes, first_choice, first_host_bytes
@@ -131,6 +130,29 @@ def test_gpus_and_hosts_by_name():
 
 
 @pytest.mark.parametrize(
+    ("host", "device_room", "host_room"),
+    [
+        ("'server DDR5'", 23.1, 56.5),
+        ("'desktop DDR5'", 22.1, 53.5),
+        ("'desktop DDR5' --no-desktop", 23.1, 56.5),
+        ("'server DDR5' --desktop", 22.1, 53.5),
+    ],
+)
+def test_memory_is_what_a_run_finds(host, device_room, host_room):
+    """Of 24 GB and 64 GiB, without what CUDA, the system and a desktop take."""
+    memory = f"--device-memory 23.6GiB --host-memory 64GiB --host {host}"
+    given = planned(f"{__name__}.Stack --model.width 64 {memory}").rows[0].given
+    assert given.device_room / 2**30 == pytest.approx(0.9 * device_room)
+    assert given.host_room / 2**30 == pytest.approx(host_room)
+    found = replace(given, host_memory=None)
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("sp_lightning.planning.assumptions.total_host_memory", return_value=2**36),
+    ):
+        assert found.host_room == 2**36 - given.bytes_of_system
+
+
+@pytest.mark.parametrize(
     ("name", "gpu"),
     [
         ("4090", "RTX 4090"), ("rtx4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
@@ -224,7 +246,7 @@ def test_nothing_fits(arguments, says):
         ("Qwen3-8B --device_memory 16GiB --host_memory 57GiB --gradient_clip_val 1", ["without clipping", "on a mach"]),
         ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
-        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 9.0 GiB of RAM"]),
+        ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 10.0 GiB of RAM"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
         ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),
     ],
@@ -347,7 +369,7 @@ def test_a_name_that_is_misspelled_is_answered_with_the_nearest(capsys):
     [
         ("--device_memory 80GiB --host_memory 64GiB", "fp32", 93.7, 16),
         ("--device_memory 40GiB --host_memory 96GiB", "fp32", 93.7, 2),
-        ("--device_memory 40GiB --host_memory 40GiB", "int8", 49.3, 14),
+        ("--device_memory 40GiB --host_memory 40GiB", "int8", 49.3, 15),
     ],
 )
 def test_units_stay_on_the_gpu_from_the_first_step_on(memory, moments, all_on_host, staying):
@@ -355,7 +377,7 @@ def test_units_stay_on_the_gpu_from_the_first_step_on(memory, moments, all_on_ho
     arguments = f"Llama-3.1-8B {memory} --moments {moments} --precision bf16-true --tokens 8192"
     row = planned(arguments).rows[0]
     workload, _ = estimate(named_model("Llama-3.1-8B"), row.given)
-    device_room, host_room = int(0.9 * row.given.device_bytes), row.given.host_bytes - OF_SYSTEM
+    device_room, host_room = row.given.device_room, row.given.host_room
     assert first_host_bytes(workload, first_choice(workload)) / 2**30 == pytest.approx(all_on_host, abs=0.1)
     first = first_choice(workload, device_room, host_room)
     assert len(first.living) == staying

@@ -23,7 +23,6 @@ from torch import nn
 
 from sp_lightning import Assumptions
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.assumptions import OF_SYSTEM
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
 from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
 
@@ -76,7 +75,10 @@ LONGEST = [  # decoders whose longest row is planned: a name, and the rank of ad
     ("Llama-3.1-8B", None),
     ("Llama-3.1-8B", 16),
 ]
-CARDS = ("24GiB", "80GiB")
+CARDS: dict[str, dict[str, Any]] = {
+    "24 GB": {"device_memory": "23.6GiB", "desktop": True},
+    "80 GB": {"device_memory": "79.1GiB"},
+}
 HOSTS = ("32GiB", "64GiB", "128GiB")
 WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"}, IN_EIGHT_BITS]
 # ------------------------------------------------------------------------------------------------- what is planned
@@ -123,9 +125,9 @@ def plan_user(user: tuple[str, str, tuple[str, str, str], dict[str, Any]]) -> di
             "command": recipe(name, row.given)}  # fmt: skip
 
 
-def plan_longest(name: str, lora: int | None, memory: str) -> int:
+def plan_longest(name: str, lora: int | None, card: dict[str, Any]) -> int:
     """Return the longest row of tokens, in multiples of 1,024, that fits a GPU, whatever RAM it takes up to 256 GiB."""
-    given: dict[str, Any] = {"host_memory": "256GiB", "device_memory": memory, "lora": lora, **CLIPPED}
+    given: dict[str, Any] = {"host_memory": "256GiB", "lora": lora, **card, **CLIPPED}
     if lora is None:
         given |= IN_EIGHT_BITS
     model = named_model(name)
@@ -141,7 +143,7 @@ def plan_longest(name: str, lora: int | None, memory: str) -> int:
 
 def plan_size(memory: str, way: dict[str, Any]) -> float:
     """Return the billions of parameters of the largest decoder that fits, with layers as Qwen3-4B's."""
-    given = Assumptions(host_memory=memory, device_memory="24GiB", **CLIPPED, **way)
+    given = Assumptions(host_memory=memory, **CARDS["24 GB"], **CLIPPED, **way)
     fits, too_many = 1, 2 * int(given.host_bytes / 7e8)
     while too_many - fits > 1:
         layers = (fits + too_many) // 2
@@ -167,7 +169,7 @@ def plan_everything() -> dict[str, Any]:
         "machines": [plan_machine(number) for number in range(len(MACHINES))],
         "users": [plan_user(user) for user in USERS],
         "more": [plan_user(user) for user in MORE],
-        "longest": [[plan_longest(*model, memory) for memory in CARDS] for model in LONGEST],
+        "longest": [[plan_longest(*model, card) for card in CARDS.values()] for model in LONGEST],
         "sizes": [[plan_size(memory, way) for way in WAYS] for memory in HOSTS],
         "replay": [list(map(round, replay.predicted(run))) for run in replay.RUNS],
     }
@@ -230,7 +232,7 @@ def mixture(figures: dict[str, Any]) -> str:
 
 def longest(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the longest rows."""
-    yield f"| tokens in a row | {' | '.join(memory.replace('GiB', ' GiB') + ' of GPU memory' for memory in CARDS)} |"
+    yield f"| tokens in a row | {' | '.join(f'a card of {memory}' for memory in CARDS)} |"
     yield "|" + " --- |" * (1 + len(CARDS))
     for (name, lora), tokens in zip(LONGEST, figures["longest"], strict=True):
         what = "all weights, int8 moments" if lora is None else "LoRA"
@@ -254,7 +256,7 @@ def sizes(figures: dict[str, Any]) -> Iterator[str]:
 
 def bytes_per_parameter(figures: dict[str, Any]) -> str:
     """Return what a parameter needs of CPU memory in each of three ways, by the largest models with 64 GiB."""
-    room = Assumptions(host_memory="64GiB").host_bytes - OF_SYSTEM
+    room = Assumptions(host_memory="64GiB", desktop=True).host_room
     each = [f"{room / 1e9 / size:.1f}" for size in figures["sizes"][HOSTS.index("64GiB")]]
     return f"{', '.join(each[:-1])} and {each[-1]}"
 

@@ -122,7 +122,7 @@ def first_that_fits(module: nn.Module, given: Assumptions) -> Row:
 
 def predicted(run: Run) -> tuple[float, float]:
     """Return tokens in a second, at the lowest and the highest speed that such a GPU is assumed to reach."""
-    rates = {**rates_of_gpu(run.gpu), **rates_of_host(run.host)}
+    rates = {**rates_of_gpu(run.gpu), **rates_of_host(run.host), "desktop": False}
     if run.device_memory is not None:
         rates["device_memory"] = run.device_memory
     if not run.streams:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.layout import GROUP
+from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.host_memory import total_host_memory
 from sp_lightning.pipeline.optimizer.kinds import STEP_BY_WEIGHT
 from sp_lightning.pipeline.options import ActivationPolicy, OptimizerPlace, parse_bytes
@@ -38,6 +39,11 @@ COMPACT = ("AdamW", "Adam")
 OF_SYSTEM = 6 * 2**30
 """Bytes of host memory for the system and for data."""
 
+OF_CONTEXT = 2**29
+"""Bytes of device memory that CUDA takes in each process."""
+
+_OF_DESKTOP, _OF_DESKTOP_ON_HOST = 2**30, 3 * 2**30  # bytes of device and host memory that a desktop takes
+_SHOWN, _SOLD = 125, 128  # GiB of host memory that a system shows, of so many that are sold: 62.5 of 64
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 # short names and full ones
 _PRECISIONS: dict[str, Precision] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -49,7 +55,7 @@ _KNOWN: dict[str, object] = {
     "loss": Loss,
 }
 # the memory that is assumed if the user gives none, and there is no device
-_DEVICE_MEMORY, _HOST_MEMORY = 24 * 2**30, 64 * 2**30
+_DEVICE_MEMORY, _HOST_MEMORY = int(23.6 * 2**30), int(62.5 * 2**30)
 _LEAST_MEMORY = 2**16  # bytes; less is a number without its unit
 
 
@@ -58,10 +64,11 @@ class Assumptions:
     """Assumptions about machine and training, for a plan without measurements.
 
     Args:
-        device_memory: GPU memory (a step may use 90 % of it): bytes, or text such as "24GiB". None asks the GPU, and
-            is 24 GiB if there is none.
-        host_memory: CPU memory; 6 GiB of it are for the system and for data. None asks the machine if it has a GPU,
-            and is 64 GiB otherwise.
+        device_memory: GPU memory as torch shows it, such as "23.6GiB" of 24: CUDA's context takes 0.5 GiB, and a step
+            may use 90 % of the rest. None asks the GPU, and is 23.6 GiB if there is none.
+        host_memory: CPU memory as it is sold, such as "64GiB", of which a system shows 62.5; 6 GiB are for the system
+            and for data. None asks the machine if it has a GPU, and is 64 GiB otherwise.
+        desktop: Whether a desktop takes 1 GiB of GPU memory, and 3 GiB of CPU memory.
         link: Bandwidth of copies in each direction, in GB/s. Both at once reach 85 % of the sum.
         compute: The lowest speed that the GPU reaches on such a model, in TFLOP/s. The plan is chosen for it.
         compute_at_best: The highest speed that it reaches, in TFLOP/s, for the upper end of tokens per second. None is
@@ -92,6 +99,7 @@ class Assumptions:
 
     device_memory: int | str | None = None
     host_memory: int | str | None = None
+    desktop: bool = False
     link: float = 25.0
     compute: float = 80.0
     compute_at_best: float | None = None
@@ -121,7 +129,7 @@ class Assumptions:
             gradient_clip_val=self.gradient_clip_val or None,
         )
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not value > 0:
+            if value is not False and isinstance(value, int | float) and not value > 0:
                 raise ValueError(f"`{name}={value}` must be above zero.")
         for name, kind in _KNOWN.items():
             known = get_args(kind)
@@ -151,26 +159,49 @@ class Assumptions:
         rows = f" in rows of {self.length:,}" if self.length < self.tokens else ""
         trained = "" if self.lora is None else f"LoRA of rank {self.lora}, "
         clipped = "not clipped" if self.gradient_clip_val is None else "clipped by norm"
+        desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
         return (
-            f"{devices} with {readable_bytes(self.device_bytes)}, {speed} TFLOP/s and {self.link:g} GB/s each way; "
+            f"{devices} with {readable_bytes(self.device_bytes)}, "
+            f"{readable_bytes(self.bytes_of_others)} of it for CUDA {desktop}, "
+            f"{speed} TFLOP/s and {self.link:g} GB/s each way; "
             f"{readable_bytes(self.host_bytes)} of RAM at {self.host_bandwidth:g} GB/s, "
-            f"{readable_bytes(OF_SYSTEM)} of it for the system; "
+            f"{readable_bytes(self.host_bytes - self.host_room)} of it for the system; "
             f"{trained}{self.tokens:,} tokens in a batch{rows}{batches}, gradients {clipped}."
         )
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of GPU memory; 0 if `device_memory` is not an amount."""
+        """Bytes of GPU memory, as torch shows them; 0 if `device_memory` is not an amount."""
         has_gpu = torch.cuda.is_available()
         found = torch.cuda.get_device_properties(0).total_memory if has_gpu else _DEVICE_MEMORY
         return _bytes_of(self.device_memory, int(found))
 
     @property
+    def bytes_of_others(self) -> int:
+        """Bytes of GPU memory that CUDA and a desktop take."""
+        return OF_CONTEXT + (_OF_DESKTOP if self.desktop else 0)
+
+    @property
+    def device_room(self) -> int:
+        """Bytes of GPU memory that a step may take."""
+        return int(SHARE_OF_FREE_MEMORY * (self.device_bytes - self.bytes_of_others))
+
+    @property
     def host_bytes(self) -> int:
-        """Bytes of CPU memory; 0 if `host_memory` is not an amount."""
+        """Bytes of CPU memory, as it is sold; 0 if `host_memory` is not an amount."""
         found = total_host_memory() if torch.cuda.is_available() else None
-        return _bytes_of(self.host_memory, found or _HOST_MEMORY)
+        return _bytes_of(self.host_memory, as_sold(found or _HOST_MEMORY))
+
+    @property
+    def bytes_of_system(self) -> int:
+        """Bytes of CPU memory for the system, a desktop and data."""
+        return OF_SYSTEM + (_OF_DESKTOP_ON_HOST if self.desktop else 0)
+
+    @property
+    def host_room(self) -> int:
+        """Bytes of CPU memory that training may take."""
+        return self.host_bytes * _SHOWN // _SOLD - self.bytes_of_system
 
     def typed(self, arguments: Mapping[str, str]) -> dict[str, object]:
         """Return the values that have to be typed, those that are not the default, by their arguments.
@@ -230,6 +261,11 @@ def _bytes_of(memory: int | str | None, otherwise: int) -> int:
         return otherwise if memory is None else parse_bytes(memory, device_bytes=None) or 0
     except ValueError:
         return 0
+
+
+def as_sold(nbytes: int) -> int:
+    """Return the host memory that is sold, of which a system shows so many bytes."""
+    return -(-nbytes * _SOLD // _SHOWN)
 
 
 def ladder(given: Assumptions) -> Iterator[Assumptions]:

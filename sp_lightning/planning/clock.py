@@ -127,8 +127,8 @@ class _Pass:
             # these visits crowd its copies; forward need not wait for others
             self._visit_in_backward(self._compute.free)
             self._compute.move(0.0, self._copying_seconds(self._bytes_on_host * self._steps_in_backward))
-            self._visit_in_backward(math.inf)
             self._step()
+            self._visit_in_backward(math.inf)
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
         return max(self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host))
@@ -188,14 +188,21 @@ class _Pass:
                 break
             self._early.pop()
             self._ready[number] = self._visit(number, self._come[number])
+            if not self._early:
+                # by then, backward's copies have taken their part, too
+                self._ready[number] = max(self._ready[number], self._copying_seconds(self._bytes_on_host))
 
     def _visit(self, number: int, ready: float) -> float:
         """Have a unit visit; return when it is over."""
-        unit = self._units[number]
+        unit, machine = self._units[number], self._machine
         # gradients that were added up lie on the host, unless they wait on the device
         is_there = self._workload.gradients_stay or number in self._waiting
         up = unit.visit_up if is_there else unit.visit_up + unit.gradient_bytes
-        self._visited = max(ready, self._visited) + self._machine.visit(unit, up)
+        begin, seconds = max(ready, self._visited), machine.visit(unit, up)
+        # beside steps on the host, copies have what these leave of its memory
+        left = max(machine.host_memory - machine.host, machine.host_memory / 4)
+        stepped = max(self._host.free, self._bytes_on_host / machine.host)
+        self._visited = max(begin + seconds, min(begin + (up + unit.visit_down) / left, stepped))
         self.up.moved += up
         self.down.moved += unit.visit_down
         return self._visited

@@ -13,7 +13,7 @@ from torch import nn
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.assumptions import OF_SYSTEM, Assumptions, ladder
+from sp_lightning.planning.assumptions import Assumptions, as_sold, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.memory import first_choice, first_host_bytes
@@ -84,8 +84,11 @@ class Row:
         error = self.error
         if error is None:
             return 0
-        needed = error.budget + error.missing
-        needed = needed + OF_SYSTEM if error.place == "host" else math.ceil(needed / SHARE_OF_FREE_MEMORY)
+        given, needed = self.given, error.budget + error.missing
+        if error.place == "host":
+            needed = as_sold(needed + given.bytes_of_system)
+        else:
+            needed = math.ceil(needed / SHARE_OF_FREE_MEMORY) + given.bytes_of_others
         return needed if needed < _GIB else -(-needed // _GIB) * _GIB
 
     @property
@@ -234,8 +237,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     """Plan one way to train, at the device's lowest speed and, if that is known, at its best."""
     model = divide(module, given)
     workload, machine = estimate_work(model, given), assumed_machine(given)
-    budget = int(SHARE_OF_FREE_MEMORY * given.device_bytes)
-    host_budget = given.host_bytes - OF_SYSTEM
+    budget, host_budget = given.device_room, given.host_room
     row = Row(given, None, units=len(workload.units), has_logits=workload.turn_bytes > 0)
     try:
         step = choose(workload, machine, budget, host_budget=host_budget)

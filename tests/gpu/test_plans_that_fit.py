@@ -23,7 +23,7 @@ from sp_lightning import Assumptions, SuperpipelineStrategy, loss_in_slices, pla
 from sp_lightning.optim import on_device
 from sp_lightning.pipeline.optimizer import pieces
 from sp_lightning.planning import memory
-from sp_lightning.planning.assumptions import OF_SYSTEM
+from sp_lightning.planning.assumptions import OF_CONTEXT, OF_SYSTEM, as_sold
 from sp_lightning.planning.report import Row
 from sp_lightning.trainer import checkpoint_io
 
@@ -75,7 +75,7 @@ def draw(seed: int) -> Drawn:
             tokens=rows * length,
             length=length,
             loss=draw.choice(["whole", "chunked"]),
-            device_memory=int(numbers * draw.uniform(3, 16)) + 2**22,
+            device_memory=OF_CONTEXT + int(numbers * draw.uniform(3, 16)) + 2**22,
         )
         if given.precision == "bf16-true":
             given = replace(given, moments=draw.choice([None, "fp32", "int8"]))
@@ -138,9 +138,9 @@ def fit(model: Model, accelerator: str, device: torch.device) -> int:
     api.reset_peak_memory_stats(device)
     length = given.tokens // model.rows
     words = torch.randint(model.model.config.vocab_size, (model.rows * STEPS * given.accumulate, length))
-    with room(device, given.device_bytes + LITTLE):
+    with room(device, given.device_bytes - OF_CONTEXT + LITTLE):
         ours = trainer(
-            SuperpipelineStrategy(memory_budget=int(0.9 * given.device_bytes)),
+            SuperpipelineStrategy(memory_budget=given.device_room),
             accelerator=accelerator, devices=1, precision=given.precision, max_steps=STEPS,
             gradient_clip_val=given.gradient_clip_val, accumulate_grad_batches=given.accumulate,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def test_what_is_planned_to_fit_does(seed: int, accelerator: str, device: torch.
     drawn = draw(seed)
     model, step = Model(drawn), drawn.row.step
     assert step is not None
-    assert fit(model, accelerator, device) <= SLACK * model.given.device_bytes
+    assert fit(model, accelerator, device) <= SLACK * (model.given.device_bytes - OF_CONTEXT)
     assert model.host_bytes <= SLACK * step.host_bytes
 
 
@@ -187,12 +187,10 @@ def shaped() -> tuple[nn.Module, int]:
 def given_for(device_memory: int, of_host: float, **options: Any) -> tuple[Drawn, int]:
     """The plan for that much memory, and what it leaves of the host."""
     words: dict[str, Any] = {"precision": "bf16-true", "moments": "int8", "tokens": 128, "length": 64}
-    host_memory = OF_SYSTEM + int(of_host)
-    row = plan(shaped()[0], Assumptions(device_memory=device_memory, host_memory=host_memory, **words, **options)).rows[
-        0
-    ]
+    memory = {"device_memory": OF_CONTEXT + device_memory, "host_memory": as_sold(OF_SYSTEM + int(of_host))}
+    row = plan(shaped()[0], Assumptions(**memory, **words, **options)).rows[0]
     assert row.step is not None
-    return Drawn(CONFIG, 2, row), row.given.host_bytes - OF_SYSTEM
+    return Drawn(CONFIG, 2, row), row.given.host_room
 
 
 @pytest.mark.parametrize(("device_gib", "accumulate"), [(24, 2)] if IN_USE else [(24, 1), (24, 8), (16, 8)])
@@ -205,7 +203,7 @@ def test_clipped_and_accumulated_where_host_memory_is_short(
     drawn, limit = given_for(int(device_gib * scale) + 2**22, 58 * scale, **how)
     model = Model(drawn).bfloat16()
     taken = host_of(model, limit, monkeypatch)
-    assert fit(model, accelerator, device) <= SLACK * model.given.device_bytes
+    assert fit(model, accelerator, device) <= SLACK * (model.given.device_bytes - OF_CONTEXT)
     assert max(model.host_bytes, *taken) <= SLACK * limit
     assert model.late_gradients > 0
 
