@@ -87,13 +87,10 @@ class Pipeline:
         self.processes = processes
         self.device = full_device(device)
         self.options = options or PipelineOptions()
-        # The machine's cores are divided among its processes. The one that steps for all of them may use every core.
-        processes_sharing_cores = 1
-        if processes is not None and not processes.box.is_keeper:
-            processes_sharing_cores = processes.box.count
         if backend is None:
-            threads = self.options.host_threads
-            backend = make_backend(self.device, threads, processes_sharing_cores, self.options.debug)
+            # A machine's processes divide its cores. The one that steps for all of them may use every core.
+            count = 1 if processes is None or processes.box.is_keeper else processes.box.count
+            backend = make_backend(self.device, self.options.host_threads, count, self.options.debug)
         self.backend = backend
         backend.pins = backend.pins and self.options.pin_memory
         keep_out_of_graphs(backend)

@@ -121,7 +121,9 @@ class Routes:
         elif route is Route.ADD:
             self._add(of_segment)
         elif route is Route.PASS_TO_STEP:
-            self._pass_to_step(of_segment)
+            # The optimizer does not keep them. From now on gradients pass through a few buffers.
+            of_segment.release_memory()
+            of_segment.landing = self._land(of_segment)
         else:
             self._stay(of_segment, more_comes)
 
@@ -130,11 +132,6 @@ class Routes:
         of_segment.wait()  # earlier gradients may be on their way to that memory
         memory = of_segment.beside.get(of_segment.layout, pin=True)
         self._download(of_segment, memory, self.measures_norms and of_segment.layout.norm_dtype is not None)
-
-    def _pass_to_step(self, of_segment: SegmentGradients) -> None:
-        """Copy gradients to a landing buffer for the optimizer, which does not keep them."""
-        of_segment.release_memory()  # gradients pass through a few buffers from now on
-        of_segment.landing = self._land(of_segment)
 
     def _add(self, of_segment: SegmentGradients) -> None:
         """Copy gradients to a landing buffer, and add them to earlier ones."""

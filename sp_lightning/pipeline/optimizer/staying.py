@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from operator import attrgetter
 from typing import Any
 
@@ -95,13 +95,6 @@ def move_parameters(parameters: Iterable[nn.Parameter], device: torch.device) ->
         if parameter.device != device:
             with torch.inference_mode(parameter.is_inference()):
                 nn.ParameterList([parameter]).to(device)
-
-
-def copy_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters memory of their own, with their values."""
-    for parameter in parameters:
-        for part in parts_of(parameter):
-            part.data = part.data.clone()
 
 
 # --------------------------------------------------------------------------- units that stay with all their state
@@ -191,9 +184,9 @@ class StayingUnits:
             if self._processes is not None:
                 self._states.share(coming, self._processes)
             self._move(coming, self._device)
-            # The emulated device has no other memory, so they are copied.
-            if self._device == HOST:
-                copy_parameters(coming)
+            if self._device == HOST:  # the emulated device has no other memory, so they are copied
+                for part in chain.from_iterable(map(parts_of, coming)):
+                    part.data = part.data.clone()
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -147,9 +147,8 @@ class Arrangement:
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
         if options.memory_budget is not None and self.budget is None:
             warnings.warn(
-                f"`memory_budget={options.memory_budget}` is a share of the device's memory, and "
-                f"{backend.device} does not tell how much it has, so there is no budget. Give bytes, or text such as "
-                "'2GiB'.",
+                f"`memory_budget={options.memory_budget}` is a share of the device's memory, and {backend.device} does "
+                "not tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
                 stacklevel=2,
             )
         self.divided = set(learned.divided)
@@ -270,8 +269,7 @@ class Arrangement:
     def _place(self) -> None:
         arena = self._backend.allocate(self.layout.arena_bytes)
         offsets = iter(self.layout.offsets)
-        # The begin and end of each unit's place in the arena.
-        spans: dict[Unit, tuple[int, int]] = {}
+        spans: dict[Unit, tuple[int, int]] = {}  # begin and end of each unit's place in the arena
         self.in_window[:] = self.all_units
         for index, unit in enumerate(self.in_window):
             unit.index = index

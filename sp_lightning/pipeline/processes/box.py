@@ -81,7 +81,10 @@ class Box:
                     "weights in all processes."
                 )
         try:
-            memory, own = (_open(path, size, shared) for shared in (True, False))
+            with torch.inference_mode(False):
+                memory, own = (
+                    torch.from_file(path, shared=shared, size=size, dtype=torch.uint8) for shared in (True, False)
+                )
         except RuntimeError as error:
             raise OSError(
                 "The processes of this machine cannot share memory: they have to run in one "
@@ -135,11 +138,6 @@ def _new_file(nbytes: int) -> int:
         os.close(file)
         raise OSError(f"{readable_bytes(nbytes)} of memory to share: {error}") from error
     return file
-
-
-def _open(path: str, nbytes: int, shared: bool) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.from_file(path, shared=shared, size=nbytes, dtype=torch.uint8)
 
 
 def has_ended(status: Path) -> bool:

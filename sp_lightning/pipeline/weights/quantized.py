@@ -30,12 +30,10 @@ def is_quantized(parameter: nn.Parameter) -> bool:
     if parts[0] is parameter and any(isinstance(value, Tensor) for value in others):
         # bitsandbytes' int8 weights hold another name for their memory, which would not follow
         return False
-    return all(map(_can_move, parts))
-
-
-def _can_move(part: Tensor) -> bool:
-    is_strided = type(part.data) is Tensor and part.layout is torch.strided
-    return is_strided and fills_memory(part) and part.numel() > 0
+    return all(
+        type(part.data) is Tensor and part.layout is torch.strided and fills_memory(part) and part.numel() > 0
+        for part in parts
+    )
 
 
 class QuantizedTwin(Twin):
