@@ -5,8 +5,8 @@
 - If more than four quick cases of a grid take 0.1 s or more, half of these run: those on the diagonals, so that each
   value is there with some others.
 - Whatever tests share, such as a server of processes, counts for each of them in full.
-- `--all` runs all tests, with a quarter of the random programs (`parts`). Of a grid with more than four cases of half
-  a second or more, it runs half of these.
+- `--all` runs all tests, with a quarter of the random programs (`parts`). Of a grid with more than four cases that
+  are not quick, it runs half of these.
 - `--nightly` leaves nothing out, and runs each test of gpu/ with everything that may lag.
 - A file that is named on the command line runs whole. So does what `-m` selects.
 
@@ -29,7 +29,7 @@ import pytest
 TESTS = Path(__file__).parent
 TIMES = TESTS / "times.json"
 
-QUICK, AT_MOST, NOTICED, DEAR, FEW = 0.25, 1.5, 0.1, 0.5, 4
+QUICK, AT_MOST, NOTICED, FEW = 0.25, 1.5, 0.1, 4
 
 seconds_of: dict[str, list[float]] = json.loads(TIMES.read_text(encoding="utf-8"))
 """The CPU seconds of each case of a test, in the order in which pytest collects them, if one takes 0.1 s or more."""
@@ -79,7 +79,7 @@ def tiers_of(seconds: Sequence[float], places: Sequence[int]) -> list[Tier]:
     """The tiers of the cases of a test, by their times and their places in the grid."""
     is_on_diagonal = [place % 2 == 0 for place in places]
     is_noticed = [NOTICED <= each < QUICK for each in seconds]
-    is_dear = [each >= DEAR for each in seconds]
+    is_dear = [each >= QUICK for each in seconds]
     tiers = []
     for each, on_diagonal, noticed, dear in zip(seconds, is_on_diagonal, is_noticed, is_dear, strict=True):
         is_plain = each < QUICK and (not noticed or on_diagonal or sum(is_noticed) <= FEW)
