@@ -43,7 +43,7 @@ OF_CONTEXT = 2**29
 """Bytes of device memory that CUDA takes in each process."""
 
 _OF_DESKTOP, _OF_DESKTOP_ON_HOST = 2**30, 3 * 2**30  # bytes of device and host memory that a desktop takes
-_SHOWN, _SOLD = 125, 128  # GiB of host memory that a system shows, of so many that are sold: 62.5 of 64
+_SHOWN, _SOLD = 125, 128  # GiB of host memory: a system shows the first of the second, 62.5 of 64
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 # short names and full ones
 _PRECISIONS: dict[str, Precision] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -129,7 +129,7 @@ class Assumptions:
             gradient_clip_val=self.gradient_clip_val or None,
         )
         for name, value in vars(self).items():
-            if value is not False and isinstance(value, int | float) and not value > 0:
+            if type(value) in (int, float) and not value > 0:
                 raise ValueError(f"`{name}={value}` must be above zero.")
         for name, kind in _KNOWN.items():
             known = get_args(kind)
@@ -264,7 +264,7 @@ def _bytes_of(memory: int | str | None, otherwise: int) -> int:
 
 
 def as_sold(nbytes: int) -> int:
-    """Return the host memory that is sold, of which a system shows so many bytes."""
+    """Return the bytes of host memory that are sold where a system shows `nbytes`."""
     return -(-nbytes * _SOLD // _SHOWN)
 
 

@@ -2,8 +2,8 @@
 
 Models have the arguments of a class of their library, as they are published. They have the shapes of its layers, so
 that the library is not needed, and the command to train them, or adapters, with a recipe of `examples/`. Hosts have
-rates to assume, and some have a desktop. GPUs have the memory that torch shows, the peak that their maker states and,
-by class, the share of it that training reaches (their *reach*). Each entry has its source.
+rates to assume, and some have a desktop. GPUs have about the memory that torch shows, the peak that their maker states
+and, by class, the share of it that training reaches (their *reach*). Each entry has its source.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def fit(module, accelerator, logger, callback):
 
 @pytest.fixture
 def peaks(device, monkeypatch):
-    """What torch has counted before each time that the engine has it count anew."""
+    """What torch has counted before each time that the engine sets its counters to zero."""
     api, counted = torch.get_device_module(device), []
     reset = api.reset_peak_memory_stats
 

@@ -89,7 +89,7 @@ class Backend(ABC):
     """A device as the engine sees it: computing, copies in both directions and work on the host, in parallel."""
 
     timed = False  # whether new tickets record when they begin and end
-    pins = False  # whether host memory that is sent is pinned (page-locked)
+    pins = False  # whether host memory that is sent is pinned
     # For the kernels of updates: the bytes of device memory that they move in a second, and how long each waits.
     memory_rate = math.inf
     kernel_seconds = 0.0
