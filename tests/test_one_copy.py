@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes, Progress
+from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, OURS
 from sp_lightning.trainer.host_memory import materialize
 
 from .helpers import PATIENCE
@@ -97,6 +98,91 @@ def no_copy_of_a_model_from_the_meta_device() -> None:
 @pytest.mark.usefixtures("server")
 def test_memory() -> None:
     in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count=3)
+
+
+class ByHand(Optimizer):
+    """An optimizer of a user's own, which reads each gradient."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in [parameter for parameter in group["params"] if parameter.grad is not None]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class WithAliases(ByHand):
+    """It writes through the aliases of weights that it was made with."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.aliases = [(parameter, parameter.data) for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter, alias in self.aliases:
+            if parameter.grad is not None:
+                alias.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def hooked(parameters: Any, lr: float) -> Optimizer:
+    optimizer = torch.optim.AdamW(parameters, lr)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def stepped(make: Any, overlaps: bool | str, processes: Processes | None) -> list[Tensor]:
+    """Train a model, and look at nothing until the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    options = PipelineOptions(k=2, units=[nn.Linear], overlap_optimizer=overlaps)
+    pipeline = None if processes is None else Pipeline(model, "cpu", options=options, processes=processes)
+    optimizer = make(model.parameters(), lr=0.1)
+    for step in range(3):
+        if pipeline is not None:
+            pipeline.meet_processes()
+        model(torch.full((2, 4), 1.0 + step + dist.get_rank())).square().mean().backward()
+        if pipeline is None:
+            for parameter in model.parameters():  # as DDP does
+                dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+        optimizer.step()
+        optimizer.zero_grad()
+    if pipeline is not None:
+        pipeline.meet_processes()
+        pipeline.detach()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def optimizers() -> None:
+    """Those that step unit by unit, and all others, which run their own code on all weights."""
+    processes = Processes(dist.get_world_size())
+    by_unit = [(make, "auto") for make in (*BY_ELEMENT, *BY_WEIGHT, *OURS)]
+    by_own_code = [(make, overlaps) for make in (ASGD, ByHand, WithAliases, hooked) for overlaps in ("auto", False)]
+    for case in (*by_unit, *by_own_code):
+        assert all(map(torch.equal, stepped(*case, None), stepped(*case, processes))), case
+
+
+def gradients_that_own_code_has_used() -> None:
+    """They are gone in the other processes, where using them again is an error until they are zeroed."""
+    model = nn.Linear(4, 4)
+    with Pipeline(model, "cpu", processes=Processes(dist.get_world_size())) as pipeline:
+        optimizer = ByHand(model.parameters(), lr=0.1)
+        for shown in (False, True):
+            pipeline.meet_processes()
+            model(torch.ones(2, 4)).sum().backward()
+            assert not shown or model.weight.grad is not None
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="was used in an optimizer") if dist.get_rank() else nullcontext():
+                float(model.weight.grad.sum())
+            optimizer.zero_grad()
+            assert model.weight.grad is None
+
+
+@pytest.mark.usefixtures("server")
+def test_optimizers() -> None:
+    in_processes([optimizers, gradients_that_own_code_has_used])
 
 
 class Clamps(Base):

@@ -131,6 +131,8 @@ class Guard:
         if to_none is not None:
             gradient.zero(to_none)
             return
+        if weight.has_used_gradient and weight.unit.is_followed and optimizer_steps.depth:
+            return  # another process steps this weight; the optimizer's own code skips it here
         gradient.check_readable()
         with self._at_work:
             self.window.finish_optimizer(weight.unit)
