@@ -95,6 +95,19 @@ def no_copy_of_a_model_from_the_meta_device() -> None:
     assert taken < 8 * MIB if follows else taken > 63 * MIB, f"{taken / MIB:.1f} MiB"
 
 
+def wrapped_in_torchs_ddp() -> None:
+    """It would average nothing."""
+    model, refused = nn.Linear(4, 4), "`DistributedDataParallel` does not see the gradients"
+    with pytest.raises(ValueError, match=refused):
+        Pipeline(nn.Sequential(nn.parallel.DistributedDataParallel(model)), "cpu")
+    with Pipeline(model, "cpu"):
+        wrapper = nn.parallel.DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapper(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match=refused):
+            wrapper(torch.ones(1, 4))
+
+
 @pytest.mark.usefixtures("server")
 def test_memory() -> None:
     in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count=3)
@@ -182,7 +195,7 @@ def gradients_that_own_code_has_used() -> None:
 
 @pytest.mark.usefixtures("server")
 def test_optimizers() -> None:
-    in_processes([optimizers, gradients_that_own_code_has_used])
+    in_processes([optimizers, gradients_that_own_code_has_used, wrapped_in_torchs_ddp])
 
 
 class Clamps(Base):
