@@ -280,10 +280,10 @@ class Ends(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if self.reach("batch"):
             return None
-        y = self.layers(batch)
+        y = self.layers[:2](batch)
         self.reach("forward")
-        y.register_hook(lambda _: self.reach("backward"))
-        return y.square().mean()
+        y.register_hook(lambda _: self.reach("backward"))  # when some gradients have come
+        return self.layers[2:](y).square().mean()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.reach("step")
@@ -322,7 +322,7 @@ def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], he
     ("moment", "rank", "way"),
     [
         ("forward", 1, "kill"), ("backward", 0, "kill"), ("save", 0, "kill"), ("step", 1, "raise"),
-        ("forward", 0, "hang"), ("batch", 1, "leave out"),
+        ("backward", 0, "raise"), ("backward", 1, "raise"), ("forward", 0, "hang"), ("batch", 1, "leave out"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("server")

@@ -302,6 +302,34 @@ class ValidatesLate(WithoutDropout):
 
 
 class Thawed(Base):
+class MeanOfAll(torch.autograd.Function):
+    """The mean over processes, which meet in backward, too."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return MeanOfAll.forward(None, gradient)
+
+
+class MeetsInBackward(Silent):
+    """Processes wait for each other in backward, above and below of blocks that one of them leaves out."""
+
+    def path(self) -> Iterable[nn.Module]:
+        return self.blocks if self.global_rank else self.blocks[:1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = MeanOfAll.apply(self.blocks[0](x))
+        for block in self.path():
+            x = block(x)
+        x = MeanOfAll.apply(x)
+        return self.head(x) if self.global_rank else x[:, :2]
+
+
     """Half of it is frozen before it is attached, and thawed between batches, again and again."""
 
     def setup(self, stage: str) -> None:
@@ -356,7 +384,7 @@ class Watched(Descends):
 
 def modules() -> None:
     silently = [type("Silently", (make, Silent), {}) for make in (LeftOut, Watched)]  # with steps in backward
-    for make in (*silently, InOtherOrders, Experts, Synced, Thawed, Quantized):
+    for make in (*silently, InOtherOrders, MeetsInBackward, Experts, Synced, Thawed, Quantized):
         assert_as_ddp(make)
         torch.manual_seed(0)
     assert_as_ddp(Finetuned, callbacks=partial(Finetunes, 1), max_epochs=3, num_sanity_val_steps=1)

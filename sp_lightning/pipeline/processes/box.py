@@ -13,7 +13,9 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -100,12 +102,21 @@ class Box:
         """Gather an object from each process, or from each one of another group, in the order of their ranks."""
         group = group or self._group
         everyones: list[Any] = [None] * dist.get_world_size(group)
-        try:
+        with self.failures_explained():
             dist.all_gather_object(everyones, own, group=group)
         except RuntimeError:
             self._check_alive()
-            raise
         return everyones
+
+    @contextmanager
+    def failures_explained(self) -> Iterator[None]:
+        """Raise an error if this process cannot work with the others in the block, and say why not."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            yield
+            raise
+            time.sleep(_SECONDS_BETWEEN_CHECKS)  # a process that ends closes its connections first
 
     def _check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
