@@ -250,6 +250,39 @@ def writes_in_a_step() -> None:
     pipeline.detach()
 
 
+def writes_between_steps() -> None:
+    """Each process sees its own alone, whoever is first, and all go on with those of the owner."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    pipeline = Pipeline(model, "cpu", processes=Processes(dist.get_world_size()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight, x = model[0].weight, torch.ones(1, 4)
+    for write in (lambda: weight.detach().mul_(0.5), lambda: weight.data.mul_(0.5), lambda: optimizer_like(weight)):
+        pipeline.meet_processes()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alias, before = weight.data, weight.detach().clone()
+        for rank in range(dist.get_world_size()):
+            dist.barrier()
+            if rank == dist.get_rank():
+                assert torch.equal(weight, before), "another process's writes show"
+                write()
+                assert torch.equal(weight, before / 2)
+        pipeline.meet_processes()
+        assert torch.equal(weight, before / 2)
+        assert alias.data_ptr() == weight.data_ptr()
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, model(x).tolist())
+        assert all(value == values[0] for value in values), "processes compute with other weights"
+    pipeline.detach()
+
+
+def optimizer_like(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([weight], 0.5)
+
+
 def writes_after_the_end() -> None:
     """Each process has weights of its own."""
     module = Base()
@@ -263,7 +296,8 @@ def writes_after_the_end() -> None:
 
 @pytest.mark.usefixtures("server")
 def test_writes() -> None:
-    in_processes([writes_by_the_owner, writes_by_others, writes_in_a_step, writes_after_the_end])
+    checks = [writes_by_the_owner, writes_by_others, writes_in_a_step, writes_between_steps, writes_after_the_end]
+    in_processes(checks)
 
 
 class Ends(L.LightningModule):

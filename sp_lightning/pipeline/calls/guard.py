@@ -84,6 +84,9 @@ class Guard:
                 window.note_write(copied_from)
             if self.in_step:
                 unit.readers.has_aliases = True
+            elif not optimizer_steps.depth:
+                for segment in unit.segments:
+                    segment.hide_edits()
 
     def before_conversion(self, weight: Weight, values: Tensor) -> None:
         """Make the gradient the user's before a master gets values of another form, to which it could not be given."""
