@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
 
@@ -301,7 +302,6 @@ class ValidatesLate(WithoutDropout):
         return super().validation_step(batch, batch_idx)
 
 
-class Thawed(Base):
 class MeanOfAll(torch.autograd.Function):
     """The mean over processes, which meet in backward, too."""
 
@@ -330,6 +330,7 @@ class MeetsInBackward(Silent):
         return self.head(x) if self.global_rank else x[:, :2]
 
 
+class Thawed(Base):
     """Half of it is frozen before it is attached, and thawed between batches, again and again."""
 
     def setup(self, stage: str) -> None:
@@ -413,6 +414,44 @@ def evaluation() -> None:
         return [results, trainer.predict(module, loader(3))]
 
     assert_as_ddp(Synced, lambda trainer, module: (drive(trainer, module), fit(trainer, module)))
+
+
+class OfSome(IterableDataset):
+    """Batches that one of the processes alone has."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader(2).dataset if dist.get_rank() == self.rank else ())
+
+
+class Evaluates(Adversaries):
+    """Without buffers, which DDP would send; it has something of all processes when an evaluation ends."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("validation loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("test loss", self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("of all", self.all_gather(torch.ones(1)))
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+
+def evaluation_without_batches() -> None:
+    """One of the processes has nothing to validate, test or predict."""
+    for rank in range(2):
+        batches = DataLoader(OfSome(rank), batch_size=4)
+
+        def drive(trainer: L.Trainer, module: Base, batches: Any = batches) -> Any:
+            trainer.fit(module, loader(), batches)
+            trainer.test(module, batches, verbose=False)
+            return trainer.predict(module, batches)
+
+        assert_as_ddp(Evaluates, drive, max_epochs=2)
 
 
 class Adapts(Silent):
@@ -508,8 +547,8 @@ def timeline_and_table() -> None:
 
 @pytest.mark.usefixtures("server")
 def test_trainer() -> None:
-    checks = [evaluation, backward_in_evaluation_steps, averaged_weights, pruning, checkpoints, timeline_and_table]
-    in_processes(checks)
+    evaluations = [evaluation, evaluation_without_batches, backward_in_evaluation_steps]
+    in_processes([*evaluations, averaged_weights, pruning, checkpoints, timeline_and_table])
 
 
 # --------------------------------------------------------------------------------------------------------- launching

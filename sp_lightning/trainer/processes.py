@@ -148,14 +148,16 @@ class ProcessesMixin:
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
 
-def meet_before_hooks(trainer: Any, lightning: Namespace) -> None:
-    """Have processes wait for each other before hooks that may write to weights: others may still compute with them."""
-    hooks = dict.fromkeys(["on_train_batch_end", "on_validation_epoch_end"], _end_step)
+def meet_without_batches(trainer: Any, lightning: Namespace) -> None:
+    """Have a process that had no batch in an evaluation meet the others before its hooks do: theirs was the first."""
+    hooks = dict.fromkeys(["on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"], _end_evaluation)
     trainer.callbacks.insert(0, lightning.lambda_callback(**hooks))
 
 
-def _end_step(trainer: Any, *_: Any) -> None:
-    trainer.strategy.meetings.end_step(trainer.strategy.pipeline)
+def _end_evaluation(trainer: Any, *_: Any) -> None:
+    strategy = trainer.strategy
+    if strategy.pipeline is not None and strategy.meetings.meeting_due:
+        strategy.meetings.begin_step(strategy.pipeline)
 
 
 class Meetings:
@@ -197,11 +199,6 @@ class Meetings:
         self.meeting_due |= torch.is_grad_enabled()  # an optimizer may have stepped, or callbacks written to weights
         self.meet(pipeline)
 
-    def end_step(self, pipeline: Pipeline | None) -> None:
-        """Wait for the others after steps without a backward pass, in which processes wait for each other."""
-        if self.processes is not None and self.processes.passes == self._passes:
-            self.share_weights(pipeline)
-
     def share_weights(self, pipeline: Pipeline | None) -> None:
         """Wait until no process computes, and have all see user code's changes of the first one's weights."""
         if self.processes is not None and pipeline is not None:
@@ -217,11 +214,12 @@ class Meetings:
             self._buffers_due = averages and torch.is_grad_enabled()
 
     def meet(self, pipeline: Pipeline) -> None:
-        """Have all processes see the first one's changes of weights, if there may be any."""
-        if self.meeting_due and self.processes is not None:
-            pipeline.meet_processes(places=self.processes.trains)
+        """Have all processes see the first one's changes of weights, if there may be any: at least after a backward."""
+        processes = self.processes
+        if processes is not None and (self.meeting_due or processes.passes != self._passes):
+            pipeline.meet_processes(places=processes.trains)
             self.meeting_due = False
-            self._passes = self.processes.passes
+            self._passes = processes.passes
 
     @contextmanager
     def _switched_off(self, flag: Literal["averages", "trains"]) -> Iterator[None]:
