@@ -452,6 +452,10 @@ def evaluation_without_batches() -> None:
             return trainer.predict(module, batches)
 
         assert_as_ddp(Evaluates, drive, max_epochs=2)
+    skips = Evaluates()
+    skips.allow_zero_length_dataloader_with_multiple_devices = True
+    with pytest.raises(MisconfigurationException, match="lets a process skip an evaluation"):
+        fit(trainer(streamed(), devices=2), skips)
 
 
 class Adapts(Silent):

@@ -149,7 +149,18 @@ class ProcessesMixin:
 
 
 def meet_without_batches(trainer: Any, lightning: Namespace) -> None:
-    """Have a process that had no batch in an evaluation meet the others before its hooks do: theirs was the first."""
+    """Have a process that had no batch in an evaluation meet the others before users' hooks: they met in their first.
+
+    Raises:
+        MisconfigurationException: A process may even skip an evaluation.
+    """
+    option = "allow_zero_length_dataloader_with_multiple_devices"
+    allows = any(getattr(holder, option, False) for holder in (trainer.lightning_module, trainer.datamodule))
+    lightning.check(
+        not allows,
+        f"`{option}=True` lets a process skip an evaluation, in which the others would wait for it. "
+        "Leave it False, and give each process a batch, or an IterableDataset, which may be empty.",
+    )
     hooks = dict.fromkeys(["on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"], _end_evaluation)
     trainer.callbacks.insert(0, lightning.lambda_callback(**hooks))
 

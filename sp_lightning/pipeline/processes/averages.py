@@ -5,8 +5,9 @@ they came. Each process gets its share of the gradients of all, adds it up in th
 its part of the sums. Shares of several machines are added up before. So all of it crosses each link as often as if one
 process were alone, and the sums are the same in every run.
 
-All processes exchange segments in one order, that of the first one, from the last unit to the first. Gradients that
-come before their turn wait on the device, and weights that a process does not use send zeros when its backward ends.
+All processes exchange segments in one order, that of the first one, from the last unit to the first. Units that only
+some processes use come after all others. Gradients that come before their turn wait on the device, and weights that a
+process does not use send zeros when its backward ends.
 The optimizer may update a unit when the shares of all have landed, and no process reads its masters any more.
 
 If code in any process sees a gradient, in its `.grad` or by hooks, each process has its own until backward has ended,
@@ -99,7 +100,7 @@ class Averages:
     def begin_pass(self) -> None:
         """Begin a pass of all processes, unless one is under way, or this process runs backward alone.
 
-        Units that only some use come last: no process waits within backward for what another one sends at its end.
+        Units that only some use come last: no process waits in backward for what another sends when its own ends.
         """
         if self.has_begun or not self._processes.trains:
             return

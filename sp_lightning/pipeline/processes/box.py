@@ -2,8 +2,10 @@
 
 The first of them, the *keeper*, makes each piece of memory without a name (`memfd_create`), and the others open it
 through the keeper's entry in /proc. So nothing lies in /dev/shm, whose size containers limit, and nothing is left when
-the processes have ended, even by a crash. Only the keeper writes to weights: it updates them for all. In the others,
-user code that writes to weights writes to pages of their own, until processes meet.
+the processes have ended, even by a crash. Only the keeper updates weights, for all.
+
+User code has another mapping of the same memory. What it writes there between steps goes to pages of its process alone,
+which the system makes for it, until processes meet: then all get what the keeper's user code has written.
 """
 
 from __future__ import annotations
