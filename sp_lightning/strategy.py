@@ -31,7 +31,7 @@ from sp_lightning.trainer.host_memory import (
 )
 from sp_lightning.trainer.narrator import CountedCopies, Narrator, ToldProgress, out_of_memory_explained
 from sp_lightning.trainer.precision import PrecisionMixin, autocast_of
-from sp_lightning.trainer.processes import Meetings, ProcessesMixin, meet_without_batches
+from sp_lightning.trainer.processes import Meetings, ProcessesMixin, meet_before_hooks
 from sp_lightning.trainer.steps import SteppingPlan
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if self.meetings.processes is None:
             self.meetings = Meetings(self.processes_of_a_model())
             if self.meetings.processes is not None and trainer is not None:
-                meet_without_batches(trainer, self.lightning)
+                meet_before_hooks(trainer, self.lightning)
         if trainer is not None:
             keep_averages_on_host(trainer, self.meetings.follows, self.lightning)
             # on the CPU, plain training trains the originals as well, which several processes cannot share

@@ -148,8 +148,8 @@ class ProcessesMixin:
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
 
-def meet_without_batches(trainer: Any, lightning: Namespace) -> None:
-    """Have a process that had no batch in an evaluation meet the others before users' hooks: they met in their first.
+def meet_before_hooks(trainer: Any, lightning: Namespace) -> None:
+    """Have processes wait for each other before hooks that may write to weights: others may still compute with them.
 
     Raises:
         MisconfigurationException: A process may even skip an evaluation.
@@ -161,14 +161,13 @@ def meet_without_batches(trainer: Any, lightning: Namespace) -> None:
         f"`{option}=True` lets a process skip an evaluation, in which the others would wait for it. "
         "Leave it False, and give each process a batch, or an IterableDataset, which may be empty.",
     )
-    hooks = dict.fromkeys(["on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"], _end_evaluation)
+    names = ["on_train_batch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"]
+    hooks = dict.fromkeys(names, _end_step)
     trainer.callbacks.insert(0, lightning.lambda_callback(**hooks))
 
 
-def _end_evaluation(trainer: Any, *_: Any) -> None:
-    strategy = trainer.strategy
-    if strategy.pipeline is not None and strategy.meetings.meeting_due:
-        strategy.meetings.begin_step(strategy.pipeline)
+def _end_step(trainer: Any, *_: Any) -> None:
+    trainer.strategy.meetings.end_step(trainer.strategy.pipeline)
 
 
 class Meetings:
@@ -209,6 +208,17 @@ class Meetings:
         self.share_buffers(pipeline)
         self.meeting_due |= torch.is_grad_enabled()  # an optimizer may have stepped, or callbacks written to weights
         self.meet(pipeline)
+
+    def end_step(self, pipeline: Pipeline | None) -> None:
+        """Wait for the others after steps without a backward pass, in which processes wait for each other.
+
+        They have met in the first step of an evaluation, so a process without a batch does so now.
+        """
+        if self.processes is not None and pipeline is not None:
+            if self.meeting_due:
+                self.begin_step(pipeline)
+            if self.processes.passes == self._passes:
+                self.share_weights(pipeline)
 
     def share_weights(self, pipeline: Pipeline | None) -> None:
         """Wait until no process computes, and have all see user code's changes of the first one's weights."""

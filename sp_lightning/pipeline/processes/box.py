@@ -4,8 +4,8 @@ The first of them, the *keeper*, makes each piece of memory without a name (`mem
 through the keeper's entry in /proc. So nothing lies in /dev/shm, whose size containers limit, and nothing is left when
 the processes have ended, even by a crash. Only the keeper updates weights, for all.
 
-User code has another mapping of the same memory. What it writes there between steps goes to pages of its process alone,
-which the system makes for it, until processes meet: then all get what the keeper's user code has written.
+User code has another mapping of the same memory. Between steps, the system copies each page that it writes to, and no
+other process sees that copy. When processes meet, all get the pages of the keeper's user code.
 """
 
 from __future__ import annotations

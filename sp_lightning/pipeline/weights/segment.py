@@ -95,15 +95,19 @@ class Segment:
                     self._written = weight
 
     def check_shared(self) -> None:
-        """Raise if a step would compute with values that the other processes do not have."""
+        """Raise if a step would compute with values that others do not have; the owner shares its edits."""
+        if self.memory.shared is None:
+            return
         if self.is_followed and self._written is not None:
             raise written_by_follower(self._written.name)
-        for weight in self.weights if self.memory.shared is not None else ():
+        for weight in self.weights:
             if weight.current_memory is not weight.engine_memory:
                 raise RuntimeError(
                     f"Weight {weight.name!r} was given other memory (`weight.data = ...`), which other processes do "
                     "not have. Write into its memory: `weight.data.copy_(...)`."
                 )
+        if not self.is_followed:
+            self.share_edits()
 
     def pop_edit(self) -> bool:
         """Tell whether masters were edited since the last call."""

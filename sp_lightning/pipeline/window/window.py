@@ -191,7 +191,7 @@ class Window(MasterAccess):
         for segment in unit.segments:
             if unit.presence.suspect:
                 segment.detect_changes()
-            segment.share_edits()
+                segment.share_edits()
             if not stepped.isdisjoint(segment.weights):
                 segment.epoch += 1
         unit.presence.suspect = False
@@ -209,7 +209,6 @@ class Window(MasterAccess):
         for segment in unit.segments:
             segment.detect_changes()
             segment.check_shared()
-            segment.share_edits()
             is_outdated |= segment.epoch_on_device != segment.epoch
         if is_outdated and unit.presence.residency is not Residency.ABSENT:
             self._discard(unit)
