@@ -263,10 +263,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with open_steps.ending():
             pass
-        output = super().optimizer_step(optimizer, **kwargs)
-        for model in self._models_of(optimizer):
-            model.meetings.meeting_due = True
-        return output
+        return super().optimizer_step(optimizer, **kwargs)
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:
         """Return the object that unscales and clips an optimizer's gradients; None if torch does (several models)."""

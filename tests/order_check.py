@@ -26,6 +26,7 @@ from itertools import chain
 from operator import or_
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.backend import Backend, Trace
 from sp_lightning.pipeline.lanes.devices import HostBackend
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
+from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.pipeline.weights.segment import Segment
@@ -78,6 +80,8 @@ class OrderCheck:
         self._here = threading.local()  # of each thread: the job that it runs, whether it waits for computing
         self._landing: dict[int, Job] = {}  # the jobs that read landing buffers
         self._tickets: dict[int, tuple[Any, int]] = {}
+        # what a process sees at two addresses, while neither hides what is written there from the other
+        self._mapped_twice: WeakSet[SharedMemory] = WeakSet()
         self._forget()
 
     def _forget(self) -> None:
@@ -171,9 +175,18 @@ class OrderCheck:
         for is_written, tensors in enumerate((reads, writes)):
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.nbytes:
-                    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                    begin = self._address_of(tensor)
+                    end = begin + tensor.nbytes
                     self._compare(Access(tensor, begin, end, bool(is_written), number, what, by, awaits), known)
         return number
+
+    def _address_of(self, tensor: Tensor) -> int:
+        """Where it lies; memory that is mapped twice has one address."""
+        begin = tensor.data_ptr()
+        for shared in self._mapped_twice:
+            if 0 <= (offset := begin - shared.own.data_ptr()) < shared.own.nbytes:
+                return shared.bytes.data_ptr() + offset
+        return begin
 
     def _compare(self, later: Access, known: int) -> None:
         begin, end = later.begin, later.end
@@ -302,6 +315,19 @@ class OrderCheck:
             self.touch_here("lowers weights", [weight.current_memory for weight in segment.weights], segment.copies)
         yield
 
+    def _map_own(self, shared: SharedMemory, hides: bool) -> Hook:
+        yield
+        if hides:
+            self._mapped_twice.discard(shared)
+        else:
+            self._mapped_twice.add(shared)
+
+    def _share(self, segment: Segment) -> Hook:
+        shared = segment.memory.shared
+        if shared is not None and shared.is_hidden and not segment.is_followed:
+            self.touch_here("shares edits", [shared.own], [shared.bytes])
+        yield
+
     def _free(self, buffer: HostBuffer) -> Hook:
         self.touch_here("frees memory", (), [buffer.bytes])
         yield
@@ -320,6 +346,7 @@ class OrderCheck:
             (Offloader, "unpack", self._unpack), (Activation, "release", self._release_activation),
             (Guard, "before_access", self._access), (Gradient, "take", self._take_gradient),
             (Segment, "refresh_copies", self._refresh), (HostBuffer, "release", self._free),
+            (SharedMemory, "map_own", self._map_own), (Segment, "share_edits", self._share),
         ]  # fmt: skip
 
         def is_done(job: Job) -> bool:

@@ -91,11 +91,30 @@ def plays(fabric: Fabric, trace: Trace) -> None:
         note_state(trace, f"{number}", network, [])
 
 
+def clamps(fabric: Fabric, trace: Trace) -> None:
+    """The program writes to weights after each backward; Fabric does not know the optimizer."""
+    built = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    model, optimizer = fabric.setup_module(built), SGD(built.parameters(), lr=0.1)
+    for number in range(6):
+        loss = model(torch.randn(3, WIDTH) + fabric.global_rank).square().mean()
+        fabric.backward(loss)
+        note_outputs(trace, f"{number}", [loss])
+        if number % 3 == 1:
+            optimizer.step()
+        if number % 3:
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for weight in built.parameters():
+                    weight.clamp_(-0.1, 0.1)
+    note_state(trace, "end", built, [])
+
+
 def as_ddp() -> None:
     assert_as_ddp(trains)
     assert_as_ddp(partial(trains, accumulate=2, clip=0.1), assert_close_trace)
     assert_as_ddp(partial(trains, clip=0.1), precision="bf16-mixed")
     assert_as_ddp(plays)
+    assert_as_ddp(clamps)
 
 
 @pytest.mark.usefixtures("server")

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes, Progress
+from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT, OURS
 from sp_lightning.trainer.host_memory import materialize
 
 from .helpers import PATIENCE
@@ -94,9 +95,107 @@ def no_copy_of_a_model_from_the_meta_device() -> None:
     assert taken < 8 * MIB if follows else taken > 63 * MIB, f"{taken / MIB:.1f} MiB"
 
 
+def wrapped_in_torchs_ddp() -> None:
+    """It would average nothing."""
+    model, refused = nn.Linear(4, 4), "`DistributedDataParallel` does not see the gradients"
+    with pytest.raises(ValueError, match=refused):
+        Pipeline(nn.Sequential(nn.parallel.DistributedDataParallel(model)), "cpu")
+    with Pipeline(model, "cpu"):
+        wrapper = nn.parallel.DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapper(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match=refused):
+            wrapper(torch.ones(1, 4))
+
+
 @pytest.mark.usefixtures("server")
 def test_memory() -> None:
     in_processes([one_copy, no_copy_of_a_model_from_the_meta_device], count=3)
+
+
+class ByHand(Optimizer):
+    """An optimizer of a user's own, which reads each gradient."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in [parameter for parameter in group["params"] if parameter.grad is not None]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class WithAliases(ByHand):
+    """It writes through the aliases of weights that it was made with."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.aliases = [(parameter, parameter.data) for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter, alias in self.aliases:
+            if parameter.grad is not None:
+                alias.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def hooked(parameters: Any, lr: float) -> Optimizer:
+    optimizer = torch.optim.AdamW(parameters, lr)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def stepped(make: Any, overlaps: bool | str, processes: Processes | None) -> list[Tensor]:
+    """Train a model, and look at nothing until the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    options = PipelineOptions(k=2, units=[nn.Linear], overlap_optimizer=overlaps)
+    pipeline = None if processes is None else Pipeline(model, "cpu", options=options, processes=processes)
+    optimizer = make(model.parameters(), lr=0.1)
+    for step in range(3):
+        if pipeline is not None:
+            pipeline.meet_processes()
+        model(torch.full((2, 4), 1.0 + step + dist.get_rank())).square().mean().backward()
+        if pipeline is None:
+            for parameter in model.parameters():  # as DDP does
+                dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+        optimizer.step()
+        optimizer.zero_grad()
+    if pipeline is not None:
+        pipeline.meet_processes()
+        pipeline.detach()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def optimizers() -> None:
+    """Those that step unit by unit, and all others, which run their own code on all weights."""
+    processes = Processes(dist.get_world_size())
+    by_unit = [(make, "auto") for make in (*BY_ELEMENT, *BY_WEIGHT, *OURS)]
+    by_own_code = [(make, overlaps) for make in (ASGD, ByHand, WithAliases, hooked) for overlaps in ("auto", False)]
+    for case in (*by_unit, *by_own_code):
+        assert all(map(torch.equal, stepped(*case, None), stepped(*case, processes))), case
+
+
+def gradients_that_own_code_has_used() -> None:
+    """They are gone in the other processes, where using them again is an error until they are zeroed."""
+    model = nn.Linear(4, 4)
+    with Pipeline(model, "cpu", processes=Processes(dist.get_world_size())) as pipeline:
+        optimizer = ByHand(model.parameters(), lr=0.1)
+        for shown in (False, True):
+            pipeline.meet_processes()
+            model(torch.ones(2, 4)).sum().backward()
+            assert not shown or model.weight.grad is not None
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="was used in an optimizer") if dist.get_rank() else nullcontext():
+                float(model.weight.grad.sum())
+            optimizer.zero_grad()
+            assert model.weight.grad is None
+
+
+@pytest.mark.usefixtures("server")
+def test_optimizers() -> None:
+    in_processes([optimizers, gradients_that_own_code_has_used, wrapped_in_torchs_ddp])
 
 
 class Clamps(Base):
@@ -151,6 +250,39 @@ def writes_in_a_step() -> None:
     pipeline.detach()
 
 
+def writes_between_steps() -> None:
+    """Each process sees its own alone, whoever is first, and all go on with those of the owner."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    pipeline = Pipeline(model, "cpu", processes=Processes(dist.get_world_size()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight, x = model[0].weight, torch.ones(1, 4)
+    for write in (lambda: weight.detach().mul_(0.5), lambda: weight.data.mul_(0.5), lambda: optimizer_like(weight)):
+        pipeline.meet_processes()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alias, before = weight.data, weight.detach().clone()
+        for rank in range(dist.get_world_size()):
+            dist.barrier()
+            if rank == dist.get_rank():
+                assert torch.equal(weight, before), "another process's writes show"
+                write()
+                assert torch.equal(weight, before / 2)
+        pipeline.meet_processes()
+        assert torch.equal(weight, before / 2)
+        assert alias.data_ptr() == weight.data_ptr()
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, model(x).tolist())
+        assert all(value == values[0] for value in values), "processes compute with other weights"
+    pipeline.detach()
+
+
+def optimizer_like(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([weight], 0.5)
+
+
 def writes_after_the_end() -> None:
     """Each process has weights of its own."""
     module = Base()
@@ -164,7 +296,8 @@ def writes_after_the_end() -> None:
 
 @pytest.mark.usefixtures("server")
 def test_writes() -> None:
-    in_processes([writes_by_the_owner, writes_by_others, writes_in_a_step, writes_after_the_end])
+    checks = [writes_by_the_owner, writes_by_others, writes_in_a_step, writes_between_steps, writes_after_the_end]
+    in_processes(checks)
 
 
 class Ends(L.LightningModule):
@@ -181,10 +314,10 @@ class Ends(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if self.reach("batch"):
             return None
-        y = self.layers(batch)
+        y = self.layers[:2](batch)
         self.reach("forward")
-        y.register_hook(lambda _: self.reach("backward"))
-        return y.square().mean()
+        y.register_hook(lambda _: self.reach("backward"))  # when some gradients have come
+        return self.layers[2:](y).square().mean()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         self.reach("step")
@@ -223,7 +356,7 @@ def train_to_the_end(moment: str, way: str | None, variables: dict[str, str], he
     ("moment", "rank", "way"),
     [
         ("forward", 1, "kill"), ("backward", 0, "kill"), ("save", 0, "kill"), ("step", 1, "raise"),
-        ("forward", 0, "hang"), ("batch", 1, "leave out"),
+        ("backward", 0, "raise"), ("backward", 1, "raise"), ("forward", 0, "hang"), ("batch", 1, "leave out"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("server")

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
 
@@ -301,6 +302,34 @@ class ValidatesLate(WithoutDropout):
         return super().validation_step(batch, batch_idx)
 
 
+class MeanOfAll(torch.autograd.Function):
+    """The mean over processes, which meet in backward, too."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return MeanOfAll.forward(None, gradient)
+
+
+class MeetsInBackward(Silent):
+    """Processes wait for each other in backward, above and below of blocks that one of them leaves out."""
+
+    def path(self) -> Iterable[nn.Module]:
+        return self.blocks if self.global_rank else self.blocks[:1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = MeanOfAll.apply(self.blocks[0](x))
+        for block in self.path():
+            x = block(x)
+        x = MeanOfAll.apply(x)
+        return self.head(x) if self.global_rank else x[:, :2]
+
+
 class Thawed(Base):
     """Half of it is frozen before it is attached, and thawed between batches, again and again."""
 
@@ -356,7 +385,7 @@ class Watched(Descends):
 
 def modules() -> None:
     silently = [type("Silently", (make, Silent), {}) for make in (LeftOut, Watched)]  # with steps in backward
-    for make in (*silently, InOtherOrders, Experts, Synced, Thawed, Quantized):
+    for make in (*silently, InOtherOrders, MeetsInBackward, Experts, Synced, Thawed, Quantized):
         assert_as_ddp(make)
         torch.manual_seed(0)
     assert_as_ddp(Finetuned, callbacks=partial(Finetunes, 1), max_epochs=3, num_sanity_val_steps=1)
@@ -385,6 +414,48 @@ def evaluation() -> None:
         return [results, trainer.predict(module, loader(3))]
 
     assert_as_ddp(Synced, lambda trainer, module: (drive(trainer, module), fit(trainer, module)))
+
+
+class OfSome(IterableDataset):
+    """Batches that one of the processes alone has."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader(2).dataset if dist.get_rank() == self.rank else ())
+
+
+class Evaluates(Adversaries):
+    """Without buffers, which DDP would send; it has something of all processes when an evaluation ends."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("validation loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("test loss", self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("of all", self.all_gather(torch.ones(1)))
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+
+def evaluation_without_batches() -> None:
+    """One of the processes has nothing to validate, test or predict."""
+    for rank in range(2):
+        batches = DataLoader(OfSome(rank), batch_size=4)
+
+        def drive(trainer: L.Trainer, module: Base, batches: Any = batches) -> Any:
+            trainer.fit(module, loader(), batches)
+            trainer.test(module, batches, verbose=False)
+            return trainer.predict(module, batches)
+
+        assert_as_ddp(Evaluates, drive, max_epochs=2)
+    skips = Evaluates()
+    skips.allow_zero_length_dataloader_with_multiple_devices = True
+    with pytest.raises(MisconfigurationException, match="lets a process skip an evaluation"):
+        fit(trainer(streamed(), devices=2), skips)
 
 
 class Adapts(Silent):
@@ -480,8 +551,8 @@ def timeline_and_table() -> None:
 
 @pytest.mark.usefixtures("server")
 def test_trainer() -> None:
-    checks = [evaluation, backward_in_evaluation_steps, averaged_weights, pruning, checkpoints, timeline_and_table]
-    in_processes(checks)
+    evaluations = [evaluation, evaluation_without_batches, backward_in_evaluation_steps]
+    in_processes([*evaluations, averaged_weights, pruning, checkpoints, timeline_and_table])
 
 
 # --------------------------------------------------------------------------------------------------------- launching

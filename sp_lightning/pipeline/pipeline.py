@@ -161,11 +161,13 @@ class Pipeline:
     @contextmanager
     def in_all_processes(self) -> Iterator[None]:
         """Open a scope around a backward pass that runs in all processes, even if it reaches no weight in this one."""
-        self._check_attached()
-        before = None if self.processes is None else self.processes.passes
+        averages = self._engine.stream.averages
         with self._calls.alone():
+            if averages is not None:
+                with self._story.at_work:
+                    averages.begin_pass()  # a node before the first gradient may wait for other processes, too
             yield
-        if self.processes is not None and self.processes.passes == before:
+        if averages is not None and averages.has_begun:
             self._story.add_up_with_others()
 
     def meet_processes(self, places: bool = True) -> None:

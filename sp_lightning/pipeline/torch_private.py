@@ -88,6 +88,14 @@ def is_capturing() -> bool:
     return bool(torch._C._is_tracing() or by_fx)
 
 
+active_ddp: Callable[[], object] = nn.parallel.DistributedDataParallel._get_active_ddp_module
+"""Return the wrapper of torch's DDP that runs a forward in this process; None if none does. It is made for dynamo."""
+
+DDP_AVERAGES_NOTHING = (
+    "Torch's `DistributedDataParallel` does not see the gradients of a model that superpipeline streams, and would "
+    "average none of them. Leave it out, and train with a strategy and `devices=`, or with `Pipeline(processes=...)`."
+)
+
 when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Run a function after the last node of the backward pass that is running now, as DDP and FSDP2 do."""
 

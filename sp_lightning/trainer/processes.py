@@ -149,8 +149,20 @@ class ProcessesMixin:
 
 
 def meet_before_hooks(trainer: Any, lightning: Namespace) -> None:
-    """Have processes wait for each other before hooks that may write to weights: others may still compute with them."""
-    hooks = dict.fromkeys(["on_train_batch_end", "on_validation_epoch_end"], _end_step)
+    """Have processes wait for each other before hooks that may write to weights: others may still compute with them.
+
+    Raises:
+        MisconfigurationException: A process may even skip an evaluation.
+    """
+    option = "allow_zero_length_dataloader_with_multiple_devices"
+    allows = any(getattr(holder, option, False) for holder in (trainer.lightning_module, trainer.datamodule))
+    lightning.check(
+        not allows,
+        f"`{option}=True` lets a process skip an evaluation, in which the others would wait for it. "
+        "Leave it False, and give each process a batch, or an IterableDataset, which may be empty.",
+    )
+    names = ["on_train_batch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"]
+    hooks = dict.fromkeys(names, _end_step)
     trainer.callbacks.insert(0, lightning.lambda_callback(**hooks))
 
 
@@ -198,9 +210,15 @@ class Meetings:
         self.meet(pipeline)
 
     def end_step(self, pipeline: Pipeline | None) -> None:
-        """Wait for the others after steps without a backward pass, in which processes wait for each other."""
-        if self.processes is not None and self.processes.passes == self._passes:
-            self.share_weights(pipeline)
+        """Wait for the others after steps without a backward pass, in which processes wait for each other.
+
+        They have met in the first step of an evaluation, so a process without a batch does so now.
+        """
+        if self.processes is not None and pipeline is not None:
+            if self.meeting_due:
+                self.begin_step(pipeline)
+            if self.processes.passes == self._passes:
+                self.share_weights(pipeline)
 
     def share_weights(self, pipeline: Pipeline | None) -> None:
         """Wait until no process computes, and have all see user code's changes of the first one's weights."""
@@ -217,11 +235,12 @@ class Meetings:
             self._buffers_due = averages and torch.is_grad_enabled()
 
     def meet(self, pipeline: Pipeline) -> None:
-        """Have all processes see the first one's changes of weights, if there may be any."""
-        if self.meeting_due and self.processes is not None:
-            pipeline.meet_processes(places=self.processes.trains)
+        """Have all processes see the first one's changes of weights, if there may be any: at least after a backward."""
+        processes = self.processes
+        if processes is not None and (self.meeting_due or processes.passes != self._passes):
+            pipeline.meet_processes(places=processes.trains)
             self.meeting_due = False
-            self._passes = self.processes.passes
+            self._passes = processes.passes
 
     @contextmanager
     def _switched_off(self, flag: Literal["averages", "trains"]) -> Iterator[None]:

@@ -44,7 +44,7 @@ class BackwardEvents(Protocol):
     def end_backward(self, some_came: bool) -> None:
         """Follow the end of a backward pass, which may have brought gradients."""
 
-    def abandon_backward(self, is_running: bool) -> None:
+    def abandon_backward(self) -> None:
         """Follow an exception that has ended a backward pass, or the work after it."""
 
 
@@ -169,7 +169,7 @@ class BackwardPass:
     def abandon(self) -> None:
         """Reset after an exception that ended the pass before autograd could call back."""
         self._leave_units()  # graphs are not done: code that still holds one may run backward again
-        self._events.abandon_backward(self.running)
+        self._events.abandon_backward()
         self._stream.abandon()
         self.running = False
         self._at_work.continuing_thread = None

@@ -19,7 +19,13 @@ from sp_lightning.pipeline.calls.story import Story
 from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.operations import Args, Kwargs, Operation, autocast_dtype
-from sp_lightning.pipeline.torch_private import in_backward, in_transform, is_capturing
+from sp_lightning.pipeline.torch_private import (
+    DDP_AVERAGES_NOTHING,
+    active_ddp,
+    in_backward,
+    in_transform,
+    is_capturing,
+)
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.overrides import running_calls
 
@@ -129,6 +135,8 @@ class Calls:
         self._check_call(member)
         is_outermost = self._story.at_work.computing_thread != get_ident() and not in_backward()
         if is_outermost or self._story.graphs.scopes == 0 or optimizer_steps.depth > 0:
+            if active_ddp() and torch.is_grad_enabled():
+                raise RuntimeError(DDP_AVERAGES_NOTHING)
             with self.alone(), self._step_of_call():
                 return member.module(*args, **kwargs)  # the module may be a member of another unit by now
         if member.compiled is not None and member.module._compiled_call_impl is None:

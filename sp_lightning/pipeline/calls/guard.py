@@ -84,6 +84,9 @@ class Guard:
                 window.note_write(copied_from)
             if self.in_step:
                 unit.readers.has_aliases = True
+            elif not optimizer_steps.depth:
+                for segment in unit.segments:
+                    segment.hide_edits()
 
     def before_conversion(self, weight: Weight, values: Tensor) -> None:
         """Make the gradient the user's before a master gets values of another form, to which it could not be given."""
@@ -131,6 +134,8 @@ class Guard:
         if to_none is not None:
             gradient.zero(to_none)
             return
+        if weight.has_used_gradient and weight.unit.is_followed and optimizer_steps.depth:
+            return  # another process steps this weight; the optimizer's own code skips it here
         gradient.check_readable()
         with self._at_work:
             self.window.finish_optimizer(weight.unit)

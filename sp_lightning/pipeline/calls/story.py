@@ -291,10 +291,9 @@ class Story:
             self.add_up_with_others()
         self.relax_guard()
 
-    def abandon_backward(self, is_running: bool) -> None:
+    def abandon_backward(self) -> None:
         """Follow an exception that has ended a backward pass, or the work after it."""
-        if is_running and self._stream.averages is not None:
-            # Otherwise other processes would wait for this one's part of the pass.
+        if self._stream.averages is not None:
             self._stream.averages.abandon_pass()
         # Steps end before the memory that they read is given to others.
         self._engine.optimizers.abandon()

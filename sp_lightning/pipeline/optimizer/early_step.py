@@ -91,8 +91,6 @@ class EarlyStep(Step):
 
     def abandon(self) -> None:
         """Give up after an error: `step()` will not be called. Warn if not all weights have been stepped."""
-        for unit in self.optimizer_weights.units:
-            self._steps.publish_step_without_gradients(unit, self.optimizer_weights)
         self.acknowledge()
         trained = sum(weight.master.requires_grad for weight in self.optimizer_weights.weights)
         stepped = sum(len(of_segment.trained) for of_segment in self.stepped)

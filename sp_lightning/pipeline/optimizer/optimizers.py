@@ -130,7 +130,9 @@ class Optimizers:
                 self._steps.stream.consume(optimizer_weights.gradients)
                 # The optimizer skips parameters without a gradient.
                 for gradient in optimizer_weights.gradients:
-                    gradient.weight.master.grad = None
+                    weight = gradient.weight
+                    weight.has_used_gradient |= weight.master.grad is not None
+                    weight.master.grad = None
             elif optimizer_weights.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()

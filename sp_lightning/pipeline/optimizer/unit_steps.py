@@ -161,6 +161,7 @@ class UnitSteps:
         else:
             for segment in unit.segments:  # the optimizer's own code may have stepped the masters
                 segment.detect_changes()
+                segment.share_edits()
                 segment.refresh_copies()
             for memory, number in generations:
                 memory.publish(number)

@@ -339,7 +339,7 @@ class Arrangement:
             unit.members.clear()
         # This object is part of reference cycles. Memory must not stay until the garbage collector runs.
         for segment in self.segments:
-            segment.leave_shared_memory()
+            segment.hide_edits()
             segment.copies.clear()
         for weight in self.every_weight:
             weight.leave_host()

@@ -68,7 +68,10 @@ class PlacementPolicy:
             own_state = edited, may_differ, has_news, self._wanted_plan, engine.device_budget
             edits, may_differs, news, plans, budgets = zip(*processes.gather(own_state), strict=True)
             processes.check_edits(edits)
-            engine.window.note_edits_elsewhere(edits[processes.owner])
+            owners = edits[processes.owner]
+            engine.window.adopt_edits(owners)
+            if owners:
+                processes.gather(None)  # the owner has shared its edits
             processes.share_copies(None if any(may_differs) else edits[0])
             engine.least_budget = min(filter(None, budgets), default=None)
             if not places:

@@ -5,8 +5,9 @@ they came. Each process gets its share of the gradients of all, adds it up in th
 its part of the sums. Shares of several machines are added up before. So all of it crosses each link as often as if one
 process were alone, and the sums are the same in every run.
 
-All processes exchange segments in one order, that of the first one, from the last unit to the first. Gradients that
-come before their turn wait on the device, and weights that a process does not use send zeros when its backward ends.
+All processes exchange segments in one order, that of the first one, from the last unit to the first. Units that only
+some processes use come after all others. Gradients that come before their turn wait on the device, and weights that a
+process does not use send zeros when its backward ends.
 The optimizer may update a unit when the shares of all have landed, and no process reads its masters any more.
 
 If code in any process sees a gradient, in its `.grad` or by hooks, each process has its own until backward has ended,
@@ -15,7 +16,6 @@ and these are averaged then, as `.grad`. Before and after a pass, each process t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ class Averages:
         self._processes = processes
         # The sums of each segment, made in all processes when its first gradients come.
         self._sums: dict[SegmentGradients, SharedSums] = {}
-        self._has_begun = False  # whether a pass of all processes is under way
+        self.has_begun = False  # whether a pass of all processes is under way
         # Segments to be exchanged in this pass, in order.
         self._to_come: dict[SegmentGradients, SharedSums] = {}
         # Segments that are complete, and wait for their turn.
@@ -85,7 +85,7 @@ class Averages:
         Raises:
             RuntimeError: The segment has been exchanged, or its gradients cannot be added up in their dtype.
         """
-        self._begin_pass()
+        self.begin_pass()
         of_segment = gradient.of_segment
         sums = self._to_come.get(of_segment)
         travels_as_it_came = sums is not None and sums.come_as_expected and gradient.weight.lowered
@@ -97,18 +97,25 @@ class Averages:
             )
         return sums is not None
 
-    def _begin_pass(self) -> None:
-        """Begin a pass of all processes, unless one is under way, or this process runs backward alone."""
-        if self._has_begun or not self._processes.trains:
+    def begin_pass(self) -> None:
+        """Begin a pass of all processes, unless one is under way, or this process runs backward alone.
+
+        Units that only some use come last: no process waits in backward for what another sends when its own ends.
+        """
+        if self.has_begun or not self._processes.trains:
             return
-        self._has_begun = True  # even after an error, processes gather once
+        self.has_begun = True
         self._processes.passes += 1
         own_state = {
-            name: (self._names_in_sums(of_segment), self._come_as_expected(of_segment))
+            name: (
+                self._names_in_sums(of_segment),
+                self._come_as_expected(of_segment),
+                of_segment.unit.readers.are_in_graphs,
+            )
             for name, of_segment in self._by_name.items()
         }
         everyones = self._processes.gather_in_step(own_state)
-        for name in everyones[0]:
+        for name in sorted(everyones[0], key=lambda name: len({state[name][2] for state in everyones})):
             of_segment = self._by_name[name]
             names_in_sums = own_state[name][0]
             if names_in_sums is None or any(state[name][0] != names_in_sums for state in everyones):
@@ -237,7 +244,8 @@ class Averages:
         """Add up this process's share of a run, and bring it to the sums."""
         run, staging, begin, everyones, work = exchange
         processes = self._processes
-        work.wait()
+        with processes.box.failures_explained():
+            work.wait()
         dtype = torch.promote_types(run.sum_dtype, torch.float32)
         total = torch.zeros_like(everyones[0], dtype=dtype)
         for part in everyones:
@@ -281,7 +289,7 @@ class Averages:
         """
         if not self._processes.trains:
             return
-        self._begin_pass()
+        self.begin_pass()
         self.send_rest()
         others = dict(named)
         for of_segment in self._by_name.values():
@@ -309,7 +317,7 @@ class Averages:
         if self._processes.averages:
             self._processes.average(others[name] for name in sorted(set().union(*names)))
 
-    def _adopt(self, brought: Collection[str] = ()) -> None:
+    def _adopt(self, brought: Collection[str]) -> None:
         """Make the sums the gradients of units that were not stepped in backward; `brought` are names of weights."""
         measures_norms = self._routes.measures_norms
         for of_segment in list(self._landing):
@@ -323,12 +331,11 @@ class Averages:
                 norm = sums.norms[gradient] if measures_norms else None
                 gradient.set_tensor(sums.sum_of[gradient], norm)
         self._exchanged = {}
-        self._has_begun = False
+        self.has_begun = False
 
     def abandon_pass(self) -> None:
-        """Complete this process's part of a pass after an exception: the others wait for it."""
-        # An error here was raised already, or is due to the exception.
-        with contextlib.suppress(Exception):
-            self._begin_pass()
-            self.send_rest()
-            self._adopt()
+        """Wait for no other process any more if an exception has ended a pass; the others notice that this one ends."""
+        if self.has_begun:
+            self._processes.box.failure = RuntimeError(
+                "A backward pass of all processes ended with an exception in this one: they cannot train on together."
+            )

@@ -2,8 +2,10 @@
 
 The first of them, the *keeper*, makes each piece of memory without a name (`memfd_create`), and the others open it
 through the keeper's entry in /proc. So nothing lies in /dev/shm, whose size containers limit, and nothing is left when
-the processes have ended, even by a crash. Only the keeper writes to weights: it updates them for all. In the others,
-user code that writes to weights writes to pages of their own, until processes meet.
+the processes have ended, even by a crash. Only the keeper updates weights, for all.
+
+User code has another mapping of the same memory. Between steps, the system copies each page that it writes to, and no
+other process sees that copy. When processes meet, all get the pages of the keeper's user code.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +34,7 @@ from sp_lightning.pipeline.stats import readable_bytes
 _COUNTER_BYTES = 64  # the bytes of each process's counter, behind the shared memory: a cache line
 _PAUSE = 50e-6  # seconds between two looks at another process's counter
 _SECONDS_BETWEEN_CHECKS = 0.2  # seconds between two checks whether all processes are alive
+_MAP_FIXED = 0x10  # Linux's; Python has no name for it
 
 
 class Box:
@@ -85,6 +90,7 @@ class Box:
                 memory, own = (
                     torch.from_file(path, shared=shared, size=size, dtype=torch.uint8) for shared in (True, False)
                 )
+                own_file = os.open(path, os.O_RDWR)
         except RuntimeError as error:
             raise OSError(
                 "The processes of this machine cannot share memory: they have to run in one "
@@ -94,18 +100,27 @@ class Box:
         if file is not None:
             os.close(file)
         counters = memory[-self.count * _COUNTER_BYTES :].view(torch.int64)
-        return SharedMemory(self, names, memory[:nbytes], own, counters.view(self.count, -1)[:, 0])
+        return SharedMemory(self, names, memory[:nbytes], own, own_file, counters.view(self.count, -1)[:, 0])
 
     def gather(self, own: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Gather an object from each process, or from each one of another group, in the order of their ranks."""
         group = group or self._group
         everyones: list[Any] = [None] * dist.get_world_size(group)
-        try:
+        with self.failures_explained():
             dist.all_gather_object(everyones, own, group=group)
+        return everyones
+
+    @contextmanager
+    def failures_explained(self) -> Iterator[None]:
+        """Raise an error if this process cannot work with the others in the block, and say why not."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            yield
         except RuntimeError:
+            time.sleep(_SECONDS_BETWEEN_CHECKS)  # a process that ends closes its connections first
             self._check_alive()
             raise
-        return everyones
 
     def _check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
@@ -165,8 +180,9 @@ class SharedMemory:
         box: The processes.
         names: The names of the weights that it is for.
         bytes: The memory.
-        own: The same memory once more, in which only this process sees its own writes: the system copies a page that
-            it writes to.
+        own: The same memory once more, for user code. While this `is_hidden`, only this process sees what it writes
+            there: the system copies a page that it writes to. In other processes than the keeper it always is.
+        close_file: Closes the file of the memory, for memory that user code never writes to.
         counters: For each process, the last generation that it has published.
         generation: The generation of the memory when all work that this process has submitted is done.
     """
@@ -175,13 +191,25 @@ class SharedMemory:
     names: Sequence[str]
     bytes: Tensor
     own: Tensor
+    file: int
     counters: Tensor
     generation: int = 0
 
-    def drop_own_writes(self) -> None:
-        """Make the `own` memory of this process equal to the shared memory again."""
-        address, nbytes = ctypes.c_void_p(self.own.data_ptr()), ctypes.c_size_t(self.own.nbytes)
-        ctypes.CDLL(None).madvise(address, nbytes, mmap.MADV_DONTNEED)
+    def __post_init__(self) -> None:
+        self.map_own(hides=not self.box.is_keeper)
+        self.close_file = weakref.finalize(self, os.close, self.file)
+
+    def map_own(self, hides: bool) -> None:
+        """Make the `own` memory of this process the shared memory again, and hide what is written there from now on.
+
+        Aliases of the memory stay valid.
+        """
+        place = ctypes.c_void_p(self.own.data_ptr()), ctypes.c_size_t(self.own.nbytes)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        kind = _MAP_FIXED | (mmap.MAP_PRIVATE if hides else mmap.MAP_SHARED)
+        if ctypes.CDLL(None).mmap(*place, access, kind, self.file, ctypes.c_long(0)) == -1:
+            raise OSError("The system could not map memory that processes share.")
+        self.is_hidden = hides
 
     def publish(self, number: int) -> None:
         """Tell the others that this process has published a generation."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sp_lightning.optim.layout import fills_memory
-from sp_lightning.pipeline.torch_private import parts_of, without_compile
+from sp_lightning.pipeline.torch_private import DDP_AVERAGES_NOTHING, parts_of, without_compile
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight, is_quantized
 from sp_lightning.pipeline.weights.weight import Weight
 
@@ -157,6 +157,8 @@ def check_module(module: nn.Module, taken: Set[int]) -> None:
             f"Only a module can be streamed. This is a `{type(module).__name__}`. Put several "
             "modules into one, such as an `nn.Sequential`."
         )
+    if any(isinstance(inner, nn.parallel.DistributedDataParallel) for inner in module.modules()):
+        raise ValueError(DDP_AVERAGES_NOTHING)
     for name, parameter in module.named_parameters():
         if id(parameter) in taken:
             raise ValueError(

@@ -109,8 +109,8 @@ class HostBuffer:
 
     @property
     def masters(self) -> Tensor:
-        """The memory that user code gets; writes to it reach no other process unless this one owns the memory."""
-        return self.bytes if self.shared is None or self.shared.box.is_keeper else self.shared.own
+        """The memory that user code gets."""
+        return self.bytes if self.shared is None else self.shared.own
 
     def pin(self) -> None:
         """Pin the memory, if the backend does and it is possible."""
@@ -148,6 +148,7 @@ class HostBuffer:
             shared: SharedMemory | None = None
             if together and self.shared is not None:
                 shared = self.shared.box.share(nbytes, self.shared.names)
+                shared.close_file()
             self.companions[purpose] = HostBuffer(nbytes, self._backend, pin, shared)
         return self.companions[purpose]
 

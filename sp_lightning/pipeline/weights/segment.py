@@ -95,37 +95,42 @@ class Segment:
                     self._written = weight
 
     def check_shared(self) -> None:
-        """Raise if a step would compute with values that the other processes do not have."""
+        """Raise if a step would compute with values that others do not have; the owner shares its edits."""
+        if self.memory.shared is None:
+            return
         if self.is_followed and self._written is not None:
             raise written_by_follower(self._written.name)
-        for weight in self.weights if self.memory.shared is not None else ():
+        for weight in self.weights:
             if weight.current_memory is not weight.engine_memory:
                 raise RuntimeError(
                     f"Weight {weight.name!r} was given other memory (`weight.data = ...`), which other processes do "
                     "not have. Write into its memory: `weight.data.copy_(...)`."
                 )
+        if not self.is_followed:
+            self.share_edits()
 
     def pop_edit(self) -> bool:
-        """Tell whether masters were edited since the last call. A process that follows drops its writes."""
-        is_edited, written, shared = self.is_edited, self._written, self.memory.shared
+        """Tell whether masters were edited since the last call."""
+        is_edited, written = self.is_edited, self._written
         self.is_edited = False
         self._written = None
-        if shared is None:  # this weight was made resident, and another segment tells of its edits
+        if self.memory.shared is None:  # this weight was made resident, and another segment tells of its edits
             return False
-        if shared.box.is_keeper:
-            return is_edited
-        if is_edited:
-            shared.drop_own_writes()
-        return written is not None
+        return written is not None if self.is_followed else is_edited
 
-    def leave_shared_memory(self) -> None:
-        """Keep this process's writes to masters from the other processes from now on."""
+    def hide_edits(self) -> None:
+        """Hide from the other processes what user code writes to masters from now on."""
         shared = self.memory.shared
-        offsets, _ = lay_out([weight.nbytes for weight in self.weights])
-        for weight, offset in zip(self.weights, offsets, strict=True):
-            if shared is not None and not weight.is_converted:
-                own = tensor_in(shared.own, offset, weight.layout, weight.dtype)
-                weight.point_master_to(own, is_filled=True, address=weight.engine_memory.data_ptr())
+        if shared is not None and not shared.is_hidden:
+            shared.map_own(hides=True)
+
+    def share_edits(self) -> None:
+        """Let the other processes see what user code has written to masters; drop it if they are another one's."""
+        shared = self.memory.shared
+        if shared is not None and shared.is_hidden:
+            if not self.is_followed:
+                shared.bytes.copy_(shared.own[: shared.bytes.nbytes])
+            shared.map_own(hides=self.is_followed)
 
     def note_written_back(self) -> None:
         """Note that changes on the device were written back to a master."""
@@ -186,7 +191,7 @@ class Segment:
         """Return a segment of one of the weights, over its master's memory with the padding, which it does not pin."""
         begin = weight.engine_memory.data_ptr() - self.memory.masters.data_ptr()
         _, nbytes = lay_out([weight.nbytes])
-        memory = self.memory.bytes[begin : begin + nbytes]
+        memory = self.memory.masters[begin : begin + nbytes]
         segment = Segment([weight], HostBuffer(nbytes, backend, pin=False, memory=memory))
         segment.prepare(pin=False)
         return segment

@@ -91,13 +91,14 @@ class Window(MasterAccess):
                     segment.detect_changes()
                     segment.check_shared()
 
-    def note_edits_elsewhere(self, names: Set[str]) -> None:
-        """Note that another process has edited masters; `pop_edited_segments` has named the segments there."""
+    def adopt_edits(self, names: Set[str]) -> None:
+        """Adopt edits by the process that owns the masters; `pop_edited_segments` has named the segments there."""
         for unit in self.units:
             for segment in unit.segments:
                 if segment.weights[0].name in names:
                     # The end of a step under way would be noted after this edit, as if it had come later.
                     self.finish_optimizer(unit)
+                    segment.share_edits()
                     segment.epoch += 1
 
     def suspect_all(self) -> None:
@@ -190,6 +191,7 @@ class Window(MasterAccess):
         for segment in unit.segments:
             if unit.presence.suspect:
                 segment.detect_changes()
+                segment.share_edits()
             if not stepped.isdisjoint(segment.weights):
                 segment.epoch += 1
         unit.presence.suspect = False
