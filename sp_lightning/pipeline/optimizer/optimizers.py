@@ -124,8 +124,9 @@ class Optimizers:
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
-                groups = zip(stand_in.param_groups, optimizer_weights.others, strict=True)
-                stand_in.param_groups = [{**group, "params": [*others]} for group, others in groups]
+                groups = stand_in.param_groups  # without the weights of other models that were here before
+                others = [[each for each in group["params"] if id(each) not in self._gradients] for group in groups]
+                stand_in.param_groups = [{**group, "params": each} for group, each in zip(groups, others, strict=True)]
             elif self._is_follower:
                 self._steps.stream.consume(optimizer_weights.gradients)
                 # The optimizer skips parameters without a gradient.
