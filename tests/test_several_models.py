@@ -16,7 +16,7 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, AdamW, Optimizer
 
-from sp_lightning import fabric, optim, superpipeline
+from sp_lightning import SuperpipelineStrategy, fabric, optim, superpipeline
 from sp_lightning.pipeline import Pipeline
 
 from .helpers import Run, Trace, assert_same_trace, attached, frozen, note_state, same
@@ -364,7 +364,7 @@ class Pair(Base):
 
 def fit_pair(trainer: L.Trainer, module: Pair) -> list[Tensor]:
     with ExitStack() as ends:
-        if not isinstance(trainer.strategy, L.pytorch.strategies.SingleDeviceStrategy):
+        if isinstance(trainer.strategy, SuperpipelineStrategy):
             ends.callback(superpipeline(module.others[0], "cpu", k=1).detach)
         fit(trainer, module)
     return list(module.others[0].state_dict().values())
