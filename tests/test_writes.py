@@ -14,6 +14,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from .helpers import Run, assert_same_story, attached, note_state, train_story
+from .planning.parts import Fixed
 from .zoo.blocks import WIDTH, Block, Chain
 
 Write = Callable[[nn.Parameter], object]
@@ -149,6 +150,21 @@ def test_writes_that_torch_does_not_count(kind: str, name: str, activations: str
     build = partial(writers, write, frozen=kind == "frozen", trains=kind == "after evaluations")
     resident = ("blocks.1",) if kind == "resident" else ()
     assert_same_story(stories.get(kind, train), build, resident=resident, activations=activations)
+
+
+@pytest.mark.filterwarnings("ignore:.*changes its attribute")
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_units_that_write_and_stay_on_the_device_at_first(activations: str) -> None:
+    """They stream from the fourth step on, and are watched from then on."""
+    stays = 2, range(4)
+    planner = Fixed(stays, stays, stays, (2,))
+
+    def story(run: Run) -> None:
+        for number in range(6):
+            run.normal_step(f"{number}", None)
+        note_state(run.trace, "end", run.model, [])
+
+    assert_same_story(story, partial(writers, UNCOUNTED["numpy"]), planner=planner, activations=activations)
 
 
 class WithStatistics(Block):
