@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, AdamW, Optimizer
 
@@ -370,7 +371,15 @@ def fit_pair(trainer: L.Trainer, module: Pair) -> list[Tensor]:
     return list(module.others[0].state_dict().values())
 
 
+def with_a_scaler() -> dict[str, Any]:
+    return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=3.0))}
+
+
+ARGUMENTS: list[Callable[[], dict[str, Any]]] = [dict, lambda: {"gradient_clip_val": 0.1}, with_a_scaler]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=["plain", "clipped", "scaled"])
 @pytest.mark.parametrize("kind", ["momentum", "ours"])
-def test_a_second_model_in_the_optimizer_of_a_trainer(kind: str) -> None:
+def test_a_second_model_in_the_optimizer_of_a_trainer(kind: str, arguments: Callable[[], dict[str, Any]]) -> None:
     """The Trainer's own model is stepped in backward, the second one at `step()`."""
-    assert_same_training(partial(Pair, kind), fit_pair)
+    assert_same_training(partial(Pair, kind), fit_pair, arguments)
