@@ -93,6 +93,10 @@ class Program:
         """Whether plain training can do it."""
         if self.callback in ("swa", "ema") and self.shape in ("own_deepcopy", "own_reduce"):
             return False  # these copies lack what `prepare` has added
+        if self.teacher == "trained" and (self.callback == "thaw" or self.habit == "gradients left"):
+            # Lightning looks for the optimizer's weights in the module. A model that autocast gives other places drops
+            # used gradients, and raises an error.
+            return False
         return not (self.optimizer.startswith("ours") and self.precision in ("64-true", "16-true"))
 
     def block(self) -> nn.Module:
