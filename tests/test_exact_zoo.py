@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning import SuperpipelineStrategy
