@@ -168,10 +168,11 @@ class Engine:
             self.stream.forget()
 
     def _drop_used_without_room(self) -> None:
-        """Drop gradients that a step has used, unless the host has room for twice as much in each of its processes."""
+        """Drop gradients that a step has used, unless each process of the host has room for twice as much."""
         count = 1 if self.processes is None else self.processes.box.count
-        used = [gradient for gradient in self.stream.gradient_of.values() if gradient.is_used]
-        if not has_room_for(2 * count * sum(gradient.weight.nbytes for gradient in used)):
+        gradients = self.stream.gradient_of.values()
+        nbytes = sum(gradient.weight.nbytes for gradient in gradients if gradient.is_used)
+        if not has_room_for(2 * count * nbytes):
             self.stream.drop_used()
 
     def _restore_members(self) -> None:

@@ -185,9 +185,10 @@ class UnitCall:
             return f"is given a {kind!r}, {reason} (if it is a cache, set `use_cache=False`)"
         if self._inputs.are_changed:
             return "changes its input in place"
+        twins = [entry.weight.twin for entry in self.member.entries]
         # Writes that torch does not count are in no version.
         are_written = any(entry.weight.changes_unseen for entry in self.member.every_entry)
-        if are_written or _state_of(entry.weight.twin for entry in self.member.entries) != self._state:
+        if are_written or _state_of(twins) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
             return "changes a large buffer in place, or a parameter that is not streamed"

@@ -122,9 +122,11 @@ class Optimizers:
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
-                groups = stand_in.param_groups  # without the weights of other models that were here before
-                others = [[each for each in group["params"] if id(each) not in self._gradients] for group in groups]
-                stand_in.param_groups = [{**group, "params": each} for group, each in zip(groups, others, strict=True)]
+                ours = self._gradients  # those of other models may have been taken out before
+                stand_in.param_groups = [
+                    {**group, "params": [each for each in group["params"] if id(each) not in ours]}
+                    for group in stand_in.param_groups
+                ]
             elif self._is_follower:
                 self._steps.stream.consume(optimizer_weights.gradients)
                 # The optimizer skips parameters without a gradient.
