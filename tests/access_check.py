@@ -18,7 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.pipeline import HostBackend, pipeline
@@ -36,6 +38,7 @@ from sp_lightning.pipeline.weights.weight import Weight
 # under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there
 _COMPILES_ANEW = torch.__version__ < "2.10"
 _HAVE_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_OF_MODES = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 _STEP = Calls.step
 _RUN_BACKWARD = torch.autograd._engine_run_backward
 _STEP_IN_BACKWARD = EarlyStep.step_with
@@ -77,8 +80,12 @@ def steps_checked() -> Iterator[None]:
 def _can_check(engine: Engine) -> bool:
     if not engine.backend.poison or (engine.arrangement.compiled and _COMPILES_ANEW):
         return False
-    # In inference, a dispatch mode turns off their fused fast path, and other kernels round otherwise.
-    return torch.is_grad_enabled() or not any(isinstance(part, _HAVE_FAST_PATH) for part in engine.module.modules())
+    return not changes_kernels(engine.module)
+
+
+def changes_kernels(module: nn.Module) -> bool:
+    """Tell whether a mode would change which kernels run: in inference, it turns off a fused fast path."""
+    return not torch.is_grad_enabled() and any(isinstance(part, _HAVE_FAST_PATH) for part in module.modules())
 
 
 class Places:
@@ -139,7 +146,8 @@ class AccessCheck(TorchDispatchMode):
             self._check_places(func, operands)
             if len(operands) > 1 and not (_is_mutable(func) or optimizer_steps.depth):
                 self._check_masters(func, operands)
-        return func(*args, **(kwargs or {}))
+        with _as_without_mode() if _comes_whole(func) and not types else nullcontext():
+            return func(*args, **(kwargs or {}))
 
     @property
     def _places(self) -> Places:
@@ -199,6 +207,22 @@ def _tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[T
         elif isinstance(value, list | tuple):
             tensors += instances_in(value, Tensor)
     return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+def _comes_whole(func: Any) -> bool:
+    """Tell whether an operation is one of several that a mode sees in inference: elsewhere it sees each of them."""
+    return torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and func._can_decompose()
+
+
+@contextmanager
+def _as_without_mode() -> Iterator[None]:
+    """Run operations as if no mode had been there.
+
+    Below the mode, `linear` would find that its transposed weight requires no gradient. Then it multiplies a batch that
+    is not contiguous by another kernel, which rounds otherwise on some CPUs.
+    """
+    with enable_reentrant_dispatch(), torch._C._ExcludeDispatchKeyGuard(_OF_MODES):
+        yield
 
 
 def _describe(unit: Unit) -> str:

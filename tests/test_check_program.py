@@ -122,6 +122,7 @@ def test_a_right_program(check: Check, tmp_path: Path, monkeypatch: pytest.Monke
     assert sum("updates in backward" in line for line in ways) == 14
     assert sum("updates on the GPU" in line for line in ways) == 4
     assert sum("1 units stay on the GPU" in line for line in ways) == 4
+    assert "Not compared: gradients after the run" in "".join(lines[-3:])
     assert lines[-1].endswith("the CPU, Net: the numbers of plain training in all 18 ways")
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 

@@ -63,12 +63,14 @@ class Now:
     def module(self, number: int) -> nn.Module:
         return chosen([module for module in self.model.modules() if [*module.parameters(recurse=False)]], number)
 
-    def teacher(self) -> nn.Module:
+    def teacher(self, is_trained: bool) -> nn.Module:
         """A second model that is attached, to whose weights ours are drawn; a copy of what ours was at first."""
         if not self.teachers:
-            self.teachers.append(copy.deepcopy(self.model).requires_grad_(False))
+            self.teachers.append(copy.deepcopy(self.model).requires_grad_(is_trained))
             if self.run.pipe is not None:
                 self.after.callback(superpipeline(self.teachers[0], "cpu", k=1).detach)
+            if is_trained:
+                self.optimizer.add_param_group({"params": list(self.teachers[0].parameters())})
         return self.teachers[0]
 
     def linear(self, number: int) -> nn.Linear:
@@ -85,6 +87,10 @@ class Now:
     def note_all(self) -> None:
         note_state(self.run.trace, str(self.actions), self.model, [self.optimizer])
         note_gradients(self.run.trace, str(self.actions), self.parameters)
+        for teacher in self.teachers:
+            note_gradients(self.run.trace, f"{self.actions} / teacher", dict(teacher.named_parameters()))
+            for weight in teacher.parameters():
+                self.note("weight of a teacher", weight)
 
 
 def chosen(among: list[Any], number: int) -> Any:
@@ -147,7 +153,7 @@ def half_frozen(now: Now, number: int) -> Tensor:
 
 
 def towards_a_teacher(now: Now, number: int) -> Tensor:
-    teacher = dict(now.teacher().named_parameters())
+    teacher = dict(now.teacher(is_trained=number % 2 == 1).named_parameters())
     weights = {name: weight for name, weight in now.model.named_parameters() if name in teacher}
     return output(now, number) + sum((weight - teacher[name]).square().sum() for name, weight in weights.items())
 
@@ -292,7 +298,8 @@ def load(now: Now, number: int) -> None:
 
 def load_optimizer(now: Now, number: int) -> None:
     state = now.saved.get("optimizer")
-    if state and [len(group["params"]) for group in state["param_groups"]] == [len(now.parameters)]:
+    sizes = [len(group["params"]) for group in now.optimizer.param_groups]
+    if state and [len(group["params"]) for group in state["param_groups"]] == sizes:
         now.optimizer.load_state_dict(state)
 
 
@@ -303,8 +310,10 @@ def assign(now: Now, number: int) -> None:
 
 
 def new_optimizer(now: Now, number: int) -> None:
+    """One over both models, if there are two."""
     now.model.zero_grad()
-    now.optimizer = chosen(OPTIMIZERS, number)(list(now.model.parameters()))
+    models = [now.model, *now.teachers]
+    now.optimizer = chosen(OPTIMIZERS, number)([weight for model in models for weight in model.parameters()])
 
 
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], Optimizer]] = [

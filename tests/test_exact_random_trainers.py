@@ -82,7 +82,7 @@ class Program:
     manual: bool
     clip: float | None
     accumulate: int
-    has_teacher: bool  # a second model that is attached, and towards whose weights these are drawn
+    teacher: str | None  # a second model: towards whose weights these are drawn, or before this one in a row
     is_read: bool  # whether a worker process reads a weight
     activations: ActivationPolicy
     wanders: int  # where units live, from the second step on; below zero, as the planner says
@@ -93,6 +93,10 @@ class Program:
         """Whether plain training can do it."""
         if self.callback in ("swa", "ema") and self.shape in ("own_deepcopy", "own_reduce"):
             return False  # these copies lack what `prepare` has added
+        if self.teacher == "trained" and (self.callback == "thaw" or self.habit == "gradients left"):
+            # Lightning looks for the optimizer's weights in the module. A model that autocast gives other places drops
+            # used gradients, and raises an error.
+            return False
         return not (self.optimizer.startswith("ours") and self.precision in ("64-true", "16-true"))
 
     def block(self) -> nn.Module:
@@ -124,11 +128,14 @@ class Module(Base):
         self.program = program
         self.blocks = nn.ModuleList(program.block() for _ in range(3))
         self.automatic_optimization = not program.manual
-        teacher = nn.ModuleList(program.block() for _ in range(3)).requires_grad_(False)
-        self.teachers = [teacher] if program.has_teacher else []  # a list: no part of this module
+        teacher = nn.ModuleList(program.block() for _ in range(3)).requires_grad_(program.teacher == "trained")
+        self.teachers = [teacher] if program.teacher else []  # a list: no part of this module
 
     def loss(self, batch: Any) -> Tensor:
-        x, y = batch[0].to(self.head.weight.dtype), batch[1]
+        x, y = batch[0].float(), batch[1]
+        for block in self.teachers[0] if self.program.teacher == "trained" else ():
+            x = block(x)
+        x = x.to(self.head.weight.dtype)
         if self.program.habit == "fails and goes on":
             with suppress(TypeError):
                 self.head(self.blocks[0](x), "an argument too many")
@@ -136,7 +143,7 @@ class Module(Base):
         if self.program.habit == "called twice":
             logits = logits + self(x.tanh())
         loss = nn.functional.cross_entropy(logits, y)
-        for teacher in self.teachers:
+        for teacher in self.teachers if self.program.teacher == "frozen" else ():
             pairs = zip(self.blocks.parameters(), teacher.parameters(), strict=True)
             loss = loss + 0.01 * sum((own - other).square().sum() for own, other in pairs)
         return loss
@@ -154,7 +161,8 @@ class Module(Base):
         return None
 
     def configure_optimizers(self) -> Optimizer:
-        return OPTIMIZERS[self.program.optimizer]([p for p in self.parameters() if p.requires_grad])
+        weights = [*self.parameters(), *(weight for teacher in self.teachers for weight in teacher.parameters())]
+        return OPTIMIZERS[self.program.optimizer]([weight for weight in weights if weight.requires_grad])
 
 
 class LeavesGradients(Module):
@@ -180,7 +188,7 @@ class Looking(Dataset):
         return x + 0 * float(self.module.head.weight.sum()), y
 
 
-def drive(program: Program, trainer: L.Trainer, module: Module) -> None:
+def drive(program: Program, trainer: L.Trainer, module: Module) -> list[Tensor]:
     with ExitStack() as stack:
         if isinstance(trainer.strategy, SuperpipelineStrategy):
             for teacher in module.teachers:
@@ -189,6 +197,7 @@ def drive(program: Program, trainer: L.Trainer, module: Module) -> None:
         if program.is_read:
             train = DataLoader(Looking(module), batch_size=4, num_workers=1, multiprocessing_context="fork")
         trainer.fit(module, train, loader(2))
+    return [weight for teacher in module.teachers for weight in teacher.parameters()]
 
 
 programs = st.builds(
@@ -200,7 +209,7 @@ programs = st.builds(
     manual=st.booleans(),
     clip=st.sampled_from([None, 0.1]),
     accumulate=st.integers(1, 2),
-    has_teacher=st.booleans(),
+    teacher=st.sampled_from([None, "frozen", "trained"]),
     is_read=st.sampled_from([False, False, False, True]),
     activations=st.sampled_from(["keep", "recompute", "offload", "auto"]),
     wanders=st.integers(-1, 999),

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.pipeline import PipelineOptions
+from sp_lightning.pipeline import Engine, PipelineOptions
 from sp_lightning.pipeline.activations import offload
 
-from .helpers import Plan, assert_exact, assert_same_trace, lightning_run
+from .access_check import AccessCheck, changes_kernels
+from .helpers import (
+    Plan,
+    Trace,
+    assert_exact,
+    assert_same_trace,
+    lightning_run,
+    plain_run,
+    skip_what_plain_cannot,
+    train,
+)
 from .zoo import CASES
 
 WINDOWS = [(1, 1), (3, 2), (10_000, 1)]  # the last one has more slots than any model here has units
@@ -89,3 +104,27 @@ def test_zoo_is_exact_under_lightning(name: str, precision: str) -> None:
     expected = lightning_run(CASES[name], SingleDeviceStrategy(device="cpu"), precision)
     actual = lightning_run(CASES[name], SuperpipelineStrategy(k=2, k_prime=1, debug=True), precision)
     assert_same_trace(expected, actual)
+
+
+class ChecksNothing(AccessCheck):
+    """The mode alone, for plain training."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self._engine = cast(Engine, SimpleNamespace(is_arranged=False))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.heavy])
+def test_the_check_of_accesses_changes_no_number(name: str) -> None:
+    """The same kernels run while it watches, on any CPU: otherwise a difference above would not be the engine's."""
+    case, trace = CASES[name], Trace()
+    autocast = case.autocast and list(CASES).index(name) % 2 == 0
+    skip_what_plain_cannot(case, autocast)
+    plan = Plan.of(case, autocast=autocast, sanity=True, accumulate=1)
+    model = case.model()
+
+    def watched() -> AbstractContextManager[Any]:
+        return nullcontext() if changes_kernels(model) else ChecksNothing()
+
+    train(case, plan, model, trace, watched, lambda: None)
+    assert_same_trace(plain_run(name, plan)[0], trace)

@@ -78,6 +78,11 @@ def mixed_precision() -> None:
         assert InFP32.lowered == {"blocks.1", "blocks.2", "blocks.3"}
 
 
+def gradients_after_the_run() -> None:
+    """Those of the last step are there where clipping has kept them, in all processes."""
+    assert_as_ddp(Silent, drive=leave_gradients, gradient_clip_val=0.1)
+
+
 def options() -> None:
     assert_as_ddp(Silent, strategy={"activations": "offload", "k": 1})
     assert_as_ddp(Silent, strategy={"activations": "recompute", "overlap_optimizer": False})
@@ -139,7 +144,15 @@ def two_machines() -> None:
 @pytest.mark.usefixtures("server")
 def test_ways_of_training() -> None:
     in_processes(
-        [as_it_comes, mixed_precision, options, compact_optimizers, refused_optimizers, units_that_live_on_the_device]
+        [
+            as_it_comes,
+            mixed_precision,
+            options,
+            gradients_after_the_run,
+            compact_optimizers,
+            refused_optimizers,
+            units_that_live_on_the_device,
+        ]
     )
     in_processes([two_machines], count=4)
 
@@ -151,6 +164,11 @@ class Silent(Base):
     """Nobody looks at gradients, so units are stepped in backward."""
 
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+
+
+def leave_gradients(trainer: L.Trainer, module: Base) -> list[Tensor | None]:
+    fit(trainer, module)
+    return [weight.grad for weight in module.parameters()]
 
 
 class InFP32(Silent):

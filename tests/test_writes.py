@@ -14,7 +14,8 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from .helpers import Run, assert_same_story, attached, note_state, train_story
-from .zoo.blocks import Block, Chain
+from .planning.parts import Fixed
+from .zoo.blocks import WIDTH, Block, Chain
 
 Write = Callable[[nn.Parameter], object]
 
@@ -83,9 +84,10 @@ class Writes(Block):
         self.up.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.calls_before <= 0 and self.training >= self.trains:
+        if self.calls_before:
+            self.calls_before -= 1  # before the first write alone: a unit whose attributes change keeps what it saves
+        elif self.training >= self.trains:
             self.write(self.up.weight)
-        self.calls_before -= 1
         return super().forward(x)
 
 
@@ -114,6 +116,13 @@ def after_evaluations(run: Run) -> None:
     train(run)
 
 
+def after_calls_without_gradients(run: Run) -> None:
+    """As the other network of a pair is trained: the first calls that build a graph are later ones."""
+    for number in range(3):
+        run.evaluate(f"target {number}")
+    train(run)
+
+
 def outside_of_units(run: Run, write: Write) -> None:
     """In a step, before the unit of the weight is called."""
     for number in range(4):
@@ -123,21 +132,62 @@ def outside_of_units(run: Run, write: Write) -> None:
     note_state(run.trace, "end", run.model, [])
 
 
+@pytest.mark.filterwarnings("ignore:.*changes its weights in place")
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("name", UNCOUNTED)
-@pytest.mark.parametrize("kind", ["frozen", "resident", "served", "lowered", "after evaluations"])
-def test_writes_that_torch_does_not_count(kind: str, name: str) -> None:
-    """Running statistics that are Parameters stayed as they were when training began."""
+@pytest.mark.parametrize("kind", ["frozen", "resident", "served", "lowered", "after evaluations", "without gradients"])
+def test_writes_that_torch_does_not_count(kind: str, name: str, activations: str) -> None:
+    """Running statistics that are Parameters are written once, also by units that recompute."""
     write = UNCOUNTED[name]
     stories: dict[str, Callable[[Run], None]] = {
         "served": partial(outside_of_units, write=write),
         "lowered": partial(train, autocast=True),
         "after evaluations": after_evaluations,
+        "without gradients": after_calls_without_gradients,
     }
     if kind == "served":
         write = clamp
     build = partial(writers, write, frozen=kind == "frozen", trains=kind == "after evaluations")
     resident = ("blocks.1",) if kind == "resident" else ()
-    assert_same_story(stories.get(kind, train), build, resident=resident)
+    assert_same_story(stories.get(kind, train), build, resident=resident, activations=activations)
+
+
+@pytest.mark.filterwarnings("ignore:.*changes its attribute")
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_units_that_write_and_stay_on_the_device_at_first(activations: str) -> None:
+    """They stream from the fourth step on, and are watched from then on."""
+    stays = 2, range(4)
+    planner = Fixed(stays, stays, stays, (2,))
+
+    def story(run: Run) -> None:
+        for number in range(6):
+            run.normal_step(f"{number}", None)
+        note_state(run.trace, "end", run.model, [])
+
+    assert_same_story(story, partial(writers, UNCOUNTED["numpy"]), planner=planner, activations=activations)
+
+
+class WithStatistics(Block):
+    """Its running statistics are Parameters. No output in training depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        for name, buffer in list(self.statistics.named_buffers()):
+            delattr(self.statistics, name)
+            if buffer.is_floating_point():
+                setattr(self.statistics, name, nn.Parameter(buffer, requires_grad=False))
+        self.statistics.num_batches_tracked = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.statistics(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*changes its weights in place")
+@pytest.mark.parametrize("options", [{"activations": "recompute"}, {"memory_budget": "1GiB"}], ids=str)
+def test_statistics_that_are_parameters(options: dict[str, Any]) -> None:
+    """Each batch counts once, also if units recompute, where a second output would show no difference."""
+    assert_same_story(train, lambda: Chain([WithStatistics() for _ in range(3)]), **options)
 
 
 @pytest.mark.parametrize("resident", [(), ("blocks.1",)])

@@ -25,6 +25,7 @@ from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.graphs import Graphs, Opener
+from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
@@ -147,7 +148,8 @@ class Engine:
     def uninstall(self, for_good: bool = True) -> None:
         """Restore the module, except for its buffers. Masters keep their identity and values, and are on the host.
 
-        So is the state of optimizers, unless this is `for_good` and the host has no room for it.
+        So is the state of optimizers, unless this is `for_good` and the host has no room for it. Gradients that a step
+        has used stay where they still exist, if this is `for_good` and the host has room for them.
         """
         with ExitStack() as parts:  # the last one comes first, and none is left out if another one fails
             parts.callback(self.memory.keep, [])
@@ -157,14 +159,21 @@ class Engine:
                 parts.callback(self._restore_members)
                 parts.callback(release_masters, self.guard)
                 parts.callback(self._leave_places)
-                if not self.optimizers.shows_used_gradients:
-                    parts.callback(self.stream.drop_used)
+                parts.callback(self._drop_used_without_room if for_good else self.stream.drop_used)
 
     def drop_work(self) -> None:
         """Drop all work under way, after an interrupt that may have left it in any state."""
         self.at_work.abandon()
         if hasattr(self, "guard"):
             self.stream.forget()
+
+    def _drop_used_without_room(self) -> None:
+        """Drop gradients that a step has used, unless each process of the host has room for twice as much."""
+        count = 1 if self.processes is None else self.processes.box.count
+        gradients = self.stream.gradient_of.values()
+        nbytes = sum(gradient.weight.nbytes for gradient in gradients if gradient.is_used)
+        if not has_room_for(2 * count * nbytes):
+            self.stream.drop_used()
 
     def _restore_members(self) -> None:
         for member in self.arrangement.members:

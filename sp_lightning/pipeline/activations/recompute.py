@@ -186,7 +186,9 @@ class UnitCall:
         if self._inputs.are_changed:
             return "changes its input in place"
         twins = [entry.weight.twin for entry in self.member.entries]
-        if _state_of(twins) != self._state:
+        # Writes that torch does not count are in no version.
+        are_written = any(entry.weight.changes_unseen for entry in self.member.every_entry)
+        if are_written or _state_of(twins) != self._state:
             return "changes its weights in place, or how they are sent"
         if self._surroundings.are_changed:
             return "changes a large buffer in place, or a parameter that is not streamed"

@@ -190,7 +190,7 @@ class Story:
                 self._guard.refuse_if_stepped(entry.weight)
         for unit in needed:
             window.bring(unit)
-        if member.calls_to_watch[member.module.training]:
+        if needed and member.calls_to_watch[member.module.training]:
             member.calls_to_watch[member.module.training] -= 1
             for unit in needed:
                 unit.presence.watch()

@@ -124,8 +124,8 @@ class Clipping:
         Gradients of parameters that do not stream are clipped at once. For these the host waits until all have landed.
         """
         parameters = list(parameters)
+        found_gradients = self._find_gradients(parameters)
         with self._at_work:
-            found_gradients = self._find_gradients(parameters)
             why_torch_clips = self._why_torch_clips(found_gradients)
             if why_torch_clips is None:
                 self._clip_norm(found_gradients, max_norm)
@@ -141,7 +141,7 @@ class Clipping:
         """
         if not any(id(parameter) in self._gradients for parameter in parameters):
             return None
-        found_gradients = self._find_gradients(parameters)  # reads those of other models, as their users do
+        found_gradients = self._find_gradients(parameters)
         with self._at_work:
             if self._why_torch_clips(found_gradients) is not None:
                 return None
@@ -160,8 +160,8 @@ class Clipping:
 
         If no gradient brings its norm, return None, and change nothing.
         """
+        found_gradients = self._find_gradients(parameters_of(optimizer))
         with self._at_work:
-            found_gradients = self._find_gradients(parameters_of(optimizer))
             ours = found_gradients.ours
             if found_gradients.why_torch_reads is not None or not ours:
                 return None
@@ -216,7 +216,7 @@ class Clipping:
         return None
 
     def _find_gradients(self, parameters: Iterable[Tensor]) -> _FoundGradients:
-        """Find the gradients of parameters."""
+        """Find the gradients of parameters, while this engine is not at work: guards show those of other models."""
         found_gradients = _FoundGradients()
         for parameter in parameters:
             gradient = self._gradients.get(id(parameter))

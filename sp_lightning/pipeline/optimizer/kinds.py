@@ -156,11 +156,6 @@ class OptimizerWeights:
         gradients: Mapping[int, Gradient],
     ) -> None:
         self.parameters = identities_of(optimizer)
-        # The parameters of each param group that are no weights.
-        self.others = [
-            [parameter for parameter in param_group["params"] if id(parameter) not in gradients]
-            for param_group in optimizer.param_groups
-        ]
         # The gradients of the weights, in the order of its parameters, with the number of each one's param group.
         # Quantized weights are not trained.
         self.gradients = {

@@ -64,8 +64,6 @@ class Optimizers:
         self.steps_taken = 0  # number of steps of optimizers that have weights of the module
         # The fate of the gradients that the next optimizer step uses.
         self.afterwards = Afterwards.DROPPED
-        # Whether users may read gradients that a step has used even after the module is detached.
-        self.shows_used_gradients = False
         # The weights of each optimizer.
         self._weights_by_optimizer: WeakKeyDictionary[Optimizer, OptimizerWeights] = WeakKeyDictionary()
         self._steps_by_unit = False  # whether units are stepped after the optimizer step under way
@@ -124,8 +122,11 @@ class Optimizers:
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
-                groups = zip(stand_in.param_groups, optimizer_weights.others, strict=True)
-                stand_in.param_groups = [{**group, "params": [*others]} for group, others in groups]
+                ours = self._gradients  # those of other models may have been taken out before
+                stand_in.param_groups = [
+                    {**group, "params": [each for each in group["params"] if id(each) not in ours]}
+                    for group in stand_in.param_groups
+                ]
             elif self._is_follower:
                 self._steps.stream.consume(optimizer_weights.gradients)
                 # The optimizer skips parameters without a gradient.
@@ -164,7 +165,6 @@ class Optimizers:
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:
                     gradient.is_used = gradient.tensor is not None
-                self.shows_used_gradients = self.afterwards is Afterwards.KEPT_UNTIL_THE_NEXT_STEP
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)
             self._steps.visits.end_step()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from sp_lightning.pipeline import Pipeline
+from sp_lightning.pipeline import Pipeline, engine
 
 from .parts import Own, X, attached, chain, check_story, everything, stepped_early
 
@@ -195,7 +195,7 @@ def test_clipping_what_was_used_in_backward_is_an_error() -> None:
 
 
 def test_gradients_of_a_step_that_nobody_zeroed_go_as_weights_get_other_places() -> None:
-    """They would have to be copied, also as the module is detached."""
+    """They would have to be copied."""
     with attached(model := chain()) as pipeline:
         optimizer = SGD(model.parameters(), lr=0.1)
         backward(model)
@@ -206,3 +206,25 @@ def test_gradients_of_a_step_that_nobody_zeroed_go_as_weights_get_other_places()
         assert all(gradient.tensor is None for gradient in pipeline._engine.stream.gradient_of.values())
         with pytest.raises(RuntimeError, match="'0.weight' was used in an optimizer's step"):
             read_one(model, pipeline, optimizer)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_gradients_of_the_last_step_stay_as_the_module_is_detached(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward of the user's own then adds to them, as in plain training; to none if RAM has no room for them."""
+    monkeypatch.setattr(engine, "has_room_for", lambda nbytes: has_room)
+
+    def story(model: nn.Module, pipeline: Pipeline | None) -> list[Any]:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if pipeline is not None:
+            pipeline.detach()
+        elif not has_room:
+            optimizer.zero_grad()
+        backward(model)
+        return [parameter.grad for parameter in model.parameters()]
+
+    check_story(story)
