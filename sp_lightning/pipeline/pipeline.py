@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.torch_private import in_backward, run_backward_by
 from sp_lightning.pipeline.units.tree import check_module
 
 _attached: set[Pipeline] = set()
@@ -305,3 +307,20 @@ class Pipeline:
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
         return self._parts.device_budget
+
+
+def _run_in_one_thread(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass in the thread that calls it, if any model is attached ([Note: one thread, one stream])."""
+    if not _attached:
+        return _run_backward(*args, **kwargs)
+    with torch.autograd.set_multithreading_enabled(False):
+        try:
+            return _run_backward(*args, **kwargs)
+        except BaseException:
+            if not in_backward():
+                # Nodes that were about to run wait in this thread for its next pass, with all that their graph saved.
+                torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            raise
+
+
+_run_backward = run_backward_by(_run_in_one_thread)

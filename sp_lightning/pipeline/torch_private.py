@@ -88,6 +88,17 @@ def is_capturing() -> bool:
     return bool(torch._C._is_tracing() or by_fx)
 
 
+def run_backward_by(function: Callable[..., Any]) -> Any:
+    """Have a function run all backward passes that Python code calls, and return torch's own.
+
+    It is below `Tensor.backward`, `torch.autograd.grad` and checkpoints. Torch's hooks are for nodes and tensors, not
+    for a whole pass. Torch replaces both names, too, and restores them, while it traces.
+    """
+    run = torch.autograd.graph._engine_run_backward
+    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = function  # type: ignore
+    return run
+
+
 when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Run a function after the last node of the backward pass that is running now, as DDP and FSDP2 do."""
 

@@ -85,6 +85,8 @@ def pageable_copies() -> Iterator[set[str]]:
             file = Path(frame.f_code.co_filename)
             if file != Path(__file__) and any(file.is_relative_to(place) for place in OTHERS):
                 break
+            if frame.f_code.co_name == "_run_in_one_thread":  # autograd copies for users
+                break
             # functions that users call by way of ours (torch's in overrides.py, a Trainer's) copy for the users
             if file.is_relative_to(PACKAGE) and file.name not in ("overrides.py", "transformers.py"):
                 ours.append(f"{file.relative_to(PACKAGE).as_posix()}: {frame.f_code.co_name}")

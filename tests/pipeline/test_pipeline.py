@@ -318,7 +318,7 @@ def test_a_backward_inside_of_a_forward_that_needs_its_place_says_what_to_do() -
 
 
 def test_a_backward_that_begins_is_not_taken_for_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's part of a backward and the device's run in threads of their own; each gives signs of it."""
+    """Another thread may ask at any moment, as it is about to compute; it is refused, and nothing else happens."""
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     pipeline = Pipeline(module, "cpu")
     story = pipeline._story

@@ -75,24 +75,24 @@ class BackwardPass:
     def note_sign(self) -> None:
         """Note a sign of a backward pass; the first one opens the pass."""
         if self.running and self._callback() is not None:
+            self._at_work.refuse_others()
             return
         self.forget_failed()
-        if in_backward():
-            at_work = self._at_work
-            with at_work:
-                # It is checked again: the host's part of a graph and the device's run in threads of their own.
-                if not self.running:
-                    if self._window.backend.device.type == "cpu":  # otherwise this is a thread of autograd's
-                        at_work.refuse_others()
-                    at_work.continuing_thread = get_ident()
-                    self._task = graph_task()
-                    self._events.guard_masters()
-                    callback = partial(self._end)
-                    # Autograd keeps the callback alive for as long as the pass runs.
-                    self._callback = weakref.ref(callback)
-                    when_backward_ends(callback)
-                    # From now on, threads without this lock believe the callback.
-                    self.running = True
+        if not in_backward():
+            return
+        is_alone = not torch.autograd.is_multithreading_enabled()
+        assert is_alone or self._window.backend.device.type == "cpu", "C++ has begun this pass, in several threads"
+        with self._at_work:
+            self._at_work.refuse_others()
+            self._at_work.continuing_thread = get_ident()
+            self._task = graph_task()
+            self._events.guard_masters()
+            callback = partial(self._end)
+            # Autograd keeps the callback alive for as long as the pass runs.
+            self._callback = weakref.ref(callback)
+            when_backward_ends(callback)
+            # From now on, a thread that asks whether the pass has failed believes the callback.
+            self.running = True
 
     def forget_failed(self) -> None:
         """Abandon the pass if it has ended with an exception that the user has caught."""
@@ -125,6 +125,8 @@ class BackwardPass:
         with without_torch_function():
             if not self.running or self._callback() is None:
                 self.note_sign()
+            if self._window.backend.stream_of_step is not None:
+                self._window.backend.check_stream(f"The gradient of weight {weight.name!r}")
             gradient: Tensor | None = GRADIENT.__get__(leaf)
             GRADIENT.__set__(leaf, None)
             if gradient is None or not weight.master.requires_grad:  # frozen since the forward
@@ -150,6 +152,8 @@ class BackwardPass:
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
         unit = twin.unit
+        if self._window.backend.poison:
+            self._at_work.refuse_others()  # the axiom of [Note: one thread, one stream]
         is_expected = not unit.conflicts or unit in self.in_use
         if self.running and is_expected and unit.presence.is_valid:
             return

@@ -107,13 +107,15 @@ class RunningCall:
         member: The member.
         needed: The units whose weights it computes with.
         number: The number of the call among all calls.
+        is_backward: Whether it is in a backward pass, which runs a forward again.
         nodes: The nodes of custom Functions that were applied in it.
     """
 
-    def __init__(self, member: Member, number: int, places: dict[int, Twin]) -> None:
+    def __init__(self, member: Member, number: int, is_backward: bool, places: dict[int, Twin]) -> None:
         self.member = member
         self.needed = member.needed
         self.number = number
+        self.is_backward = is_backward
         self.nodes: list[Node] = []
         self._twins_by_memory = places
 

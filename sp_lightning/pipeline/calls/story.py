@@ -84,6 +84,7 @@ class Story:
                 self._stream.drop_used(on_host_too=False)
         self.placement.before_step(opener, continues_last_step)
         if not continues_last_step:
+            self._window.backend.stream_of_step = self._window.backend.stream()
             self._trace.mark_step()
             self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
             self._window.begin_next_step()
@@ -169,7 +170,7 @@ class Story:
             member.running_calls += 1
             for outer in self.running:
                 member.called_in.update(outer.needed)
-            call = RunningCall(member, self.graphs.calls, self._arrangement.twins)
+            call = RunningCall(member, self.graphs.calls, is_backward, self._arrangement.twins)
             self.running.append(call)
             member.put_in_twins(self.backward.follow_requires_grad)
             if len(self.running) == 1 and not is_backward:
@@ -216,12 +217,12 @@ class Story:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return
             member.running_calls -= 1
-            for unit in self.running.pop().needed:
+            call = self.running.pop()
+            for unit in call.needed:
                 unit.users -= 1
                 if unit.presence.fingerprint is not None and not unit.users:
                     self._window.find_unseen_writes(unit)
-            is_backward = in_backward()
-            if not self.running and not is_backward:
+            if not self.running and not call.is_backward:
                 self._trace.end_computing()
             for entry in member.entries:  # the forward may have frozen or thawed a leaf
                 twin, master = entry.weight.twin, entry.weight.master
@@ -235,7 +236,7 @@ class Story:
                 member.put_back_masters()
             if member.is_streamed and not self.activations.are_kept:
                 self.activations.leave()
-            self._window.prefetch([*member.needed, *self.backward.in_use] if is_backward else ())
+            self._window.prefetch([*member.needed, *self.backward.in_use] if call.is_backward else ())
 
     # ------------------------------------------------------------------------------------------------------- backward
 

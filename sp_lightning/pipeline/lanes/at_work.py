@@ -1,5 +1,7 @@
 """Scopes of the engine's own work, of one thread at a time, and of optimizers' steps; neither works in a fork.
 
+[Note: one thread, one stream] in pipeline/__init__.py says why one thread computes.
+
 The guard of weights lets both pass.
 
 [Note: forks]
@@ -57,7 +59,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 class EngineAtWork(OfOneProcess):
     """Scope around the engine's own work in a step: one thread at a time, unseen by the guard.
 
-    It takes a lock because backward on an accelerator runs in a thread of autograd's.
+    It takes a lock because other threads may read weights, or drop the model.
     """
 
     def __init__(self) -> None:
