@@ -313,10 +313,14 @@ def _run_in_one_thread(*args: Any, **kwargs: Any) -> Any:
     """Run a backward pass in the thread that calls it, if any model is attached ([Note: one thread, one stream])."""
     if not _attached:
         return _run_backward(*args, **kwargs)
+    # If this is in a backward pass, that one may catch an exception of this one, and go on.
+    stories = [pipeline._story for pipeline in _attached if not pipeline._story.backward.running]
     with torch.autograd.set_multithreading_enabled(False):
         try:
             return _run_backward(*args, **kwargs)
         except BaseException:
+            for story in stories:
+                story.fail()
             if not in_backward():
                 # Nodes that were about to run wait in this thread for its next pass, with all that their graph saved.
                 torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]

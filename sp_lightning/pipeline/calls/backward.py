@@ -2,13 +2,12 @@
 
 Autograd does not tell a module that backward has reached it, but there are signs: a node that made a unit's output is
 about to run, a saved weight is unpacked, a checkpoint recomputes a unit, a gradient arrives. The first sign opens the
-pass; the callback that autograd runs after the last node closes it.
+pass; the callback that autograd runs after the last node closes it. A pass that fails is abandoned (`Story.fail`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
@@ -70,37 +69,22 @@ class BackwardPass:
         self.in_use: list[Unit] = []
         self._reached: list[Unit] = []  # the units that backward has reached
         self._graphs: set[Graph] = set()
-        self._callback: Callable[[], object] = lambda: None
 
     def note_sign(self) -> None:
         """Note a sign of a backward pass; the first one opens the pass."""
-        if self.running and self._callback() is not None:
+        if self.running:
             self._at_work.refuse_others()
             return
-        self.forget_failed()
         if not in_backward():
             return
-        is_alone = not torch.autograd.is_multithreading_enabled()
-        assert is_alone or self._window.backend.device.type == "cpu", "C++ has begun this pass, in several threads"
+        assert not torch.autograd.is_multithreading_enabled(), "this pass was begun past torch's functions for Python"
         with self._at_work:
             self._at_work.refuse_others()
             self._at_work.continuing_thread = get_ident()
             self._task = graph_task()
             self._events.guard_masters()
-            callback = partial(self._end)
-            # Autograd keeps the callback alive for as long as the pass runs.
-            self._callback = weakref.ref(callback)
-            when_backward_ends(callback)
-            # From now on, a thread that asks whether the pass has failed believes the callback.
+            when_backward_ends(self._end)
             self.running = True
-
-    def forget_failed(self) -> None:
-        """Abandon the pass if it has ended with an exception that the user has caught."""
-        if self.running and self._callback() is None:
-            with self._at_work:
-                # It is checked again: meanwhile, another thread may have opened the next pass.
-                if self._callback() is None:
-                    self.abandon()
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -123,7 +107,7 @@ class BackwardPass:
 
     def _collect(self, weight: Weight, leaf: Tensor) -> None:
         with without_torch_function():
-            if not self.running or self._callback() is None:
+            if not self.running:
                 self.note_sign()
             if self._window.backend.stream_of_step is not None:
                 self._window.backend.check_stream(f"The gradient of weight {weight.name!r}")

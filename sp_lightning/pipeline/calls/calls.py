@@ -105,7 +105,6 @@ class Calls:
         if in_backward() or at_work.computing_thread == get_ident():
             yield
             return
-        self._story.backward.forget_failed()
         with at_work:
             at_work.refuse_others()
             at_work.continuing_thread = None  # its backward or step has ended with an exception

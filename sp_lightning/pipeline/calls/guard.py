@@ -118,8 +118,6 @@ class Guard:
         is_there = gradient.tensor is not None or gradient in stream.pending
         if not (is_there or gradient.of_segment.is_consumed or weight.has_used_gradient):
             return
-        if self._backward.running:
-            self._backward.forget_failed()
         # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
         if reads and gradient in stream.pending:

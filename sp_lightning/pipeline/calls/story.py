@@ -25,6 +25,7 @@ Gradients go their own way from the leaf's hook on (backward.py, gradients/strea
 from __future__ import annotations
 
 from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -115,6 +116,15 @@ class Story:
         if not (self.graphs.scopes or self.backward.running):
             self._guard.end_step()
 
+    def fail(self) -> None:
+        """Abandon this thread's backward pass, which has ended with an exception; outside of a step, all else, too."""
+        if self.backward.running and self.at_work.continuing_thread == get_ident():
+            if not self.graphs.scopes:
+                self.abandon()
+                return
+            with self.at_work:  # the program may catch the exception, and go on with the step
+                self.backward.abandon()
+
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         self.graphs.scopes = 0
@@ -159,9 +169,6 @@ class Story:
             self.graphs.calls += 1
             self._arrangement.unused_in_step = False
             member.entered += 1
-            if self.backward.running and not is_backward:
-                # It ended with an exception, which the user has caught within the step.
-                self.backward.abandon()
             self._bring_for_call(member, is_backward)
             if member.is_streamed and not self.activations.are_kept:
                 self.activations.enter(member)

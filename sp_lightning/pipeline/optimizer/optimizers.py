@@ -20,6 +20,7 @@ Masters are guarded (guard.py) while a step is under way: code that accesses one
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -199,8 +200,19 @@ class Optimizers:
         steps = self._steps
         step = Step(optimizer, optimizer_weights, steps.fused)
         step.collect_gradients(optimizer_weights.gradients)
-        for unit in optimizer_weights.units:
-            steps.step(unit, step)
+        try:
+            for unit in optimizer_weights.units:
+                steps.step(unit, step)
+        except BaseException:
+            self.abandon()
+            steps.window.backend.drain()
+            steps.stream.abandon()  # nothing reads landing buffers any more
+            warnings.warn(
+                f"superpipeline: the step of {type(optimizer).__name__} has failed. Some weights may have taken it, "
+                "and others not: continue from a checkpoint.",
+                stacklevel=2,
+            )
+            raise
         steps.finish(step.awaited if self._overlaps is not False else optimizer_weights.units)
         if [unit for unit in optimizer_weights.units if unit.update.to_begin is not None]:
             steps.window.prefetch()  # this begins the first of these steps
