@@ -21,7 +21,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.operations import autocast_dtype
-from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.optimizer.staying import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.placing.arrangement import Arrangement
@@ -322,8 +322,10 @@ def _run_in_one_thread(*args: Any, **kwargs: Any) -> Any:
             for story in stories:
                 story.fail()
             if not in_backward():
-                # Nodes that were about to run wait in this thread for its next pass, with all that their graph saved.
-                torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+                # Nodes that were about to run wait in this thread, with all that their graph has
+                # saved, until it runs another pass.
+                leaf: Any = torch.zeros((), device="cpu", requires_grad=True)
+                leaf.backward()
             raise
 
 

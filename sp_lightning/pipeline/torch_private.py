@@ -94,8 +94,10 @@ def run_backward_by(function: Callable[..., Any]) -> Any:
     It is below `Tensor.backward`, `torch.autograd.grad` and checkpoints. Torch's hooks are for nodes and tensors, not
     for a whole pass. Torch replaces both names, too, and restores them, while it traces.
     """
-    run = torch.autograd.graph._engine_run_backward
-    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = function  # type: ignore
+    places: Any = (torch.autograd, torch.autograd.graph)
+    run = places[0]._engine_run_backward
+    for place in places:
+        place._engine_run_backward = function
     return run
 
 

@@ -62,6 +62,7 @@ PAGEABLE = {
     "pipeline/optimizer/staying.py: move": "buffers, as the module is attached",
     "pipeline/optimizer/staying.py: move_parameters": "a plan has a unit live on the device, or no longer",
     "pipeline/optimizer/staying.py: move_state": "a plan has a unit live on the device, or no longer",
+    "pipeline/optimizer/visit.py: _run": "a gradient of what the host updates, as the device has no memory for that",
     "pipeline/pipeline.py: _give_back": "buffers, as the module is given back",
     "trainer/checkpoint_io.py: _write": "a checkpoint, of what lives on the device and the host has no room to copy",
     "trainer/checkpoint_io.py: state_dict_on_host": "a checkpoint, of what lives on the device",

@@ -32,7 +32,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.nodes import CallToCome, RunningCall, before_backward, nodes_of
+from sp_lightning.pipeline.calls.backward import CallToCome, RunningCall, before_backward, nodes_of
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -85,7 +85,6 @@ class Story:
                 self._stream.drop_used(on_host_too=False)
         self.placement.before_step(opener, continues_last_step)
         if not continues_last_step:
-            self._window.backend.stream_of_step = self._window.backend.stream()
             self._trace.mark_step()
             self.activations.begin_step(counts=self._engine.waiting.is_left_to_backward)
             self._window.begin_next_step()

@@ -117,11 +117,12 @@ class Backend(ABC):
         """Raise if another stream computes than when the step began ([Note: one thread, one stream])."""
         stream = self.stream()
         if stream != self.stream_of_step:
-            self.stream_of_step.wait_stream(stream)  # what the other one reads may be given to others now
+            # Memory that the other stream reads may be given to others now.
+            self.stream_of_step.wait_stream(stream)
             raise RuntimeError(
-                f"{what} is computed on another stream than the one that was current when the step began, but "
-                "superpipeline overwrites weights and gradients on the GPU as soon as that one has used them. Compute "
-                "all of a step on one stream."
+                f"{what} is computed on another stream than the one that was current when the step "
+                "began, but superpipeline overwrites weights and gradients on the GPU as soon as "
+                "that one has used them. Compute all of a step on one stream."
             )
 
     @abstractmethod
@@ -314,7 +315,8 @@ class Trace:
             self._range = None
 
     def mark_step(self) -> None:
-        """Note that a step begins, and find out whether it is profiled, once for the whole step."""
+        """Note that a step begins, on which stream, and whether it is profiled, once for the whole step."""
+        self._backend.stream_of_step = self._backend.stream()
         self._is_on = bool(self._logs) or profiler_is_on()
         for log in self._logs:
             log.steps.append(self._backend.mark())

@@ -142,7 +142,8 @@ class Visit(DeferredTicket):
         earlier = [self._earlier, *[ticket for ticket in [piece.buffer.ticket] if not ticket.done]]
         come = Job(partial(self._copy, piece.up), earlier, up)
         arrived = trace.submit_to_lane(Kind.STATE_UP, name, come)
-        step = Job(partial(self._step, piece, passes, arrived), [arrived, *last[:1]], piece.stepped_bytes)
+        action = partial(self._step, piece, passes, arrived)
+        step = Job(action, [arrived, *last[:1]], piece.stepped_bytes)
         ready = trace.submit_to_lane(Kind.VISIT, name, step)
         leave = Job(partial(self._copy, piece.down), [ready, *last[1:]], down)
         gone = trace.submit_to_lane(Kind.STATE_DOWN, name, leave)
@@ -169,7 +170,8 @@ class Visit(DeferredTicket):
                 _run(piece.host_parts, passes)
                 self._copy([(source, target) for target, source in piece.down])
                 warnings.warn(
-                    f"superpipeline: the CPU had to update a part of {self._unit.name!r}: the GPU could not ({error})",
+                    f"superpipeline: the CPU had to update a part of {self._unit.name!r}, as the "
+                    f"GPU could not: {error}",
                     stacklevel=2,
                 )
             if self._is_placed:
