@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adamax, AdamW, Optimizer
 
 from sp_lightning import optim
-from sp_lightning.optim import kernels
+from sp_lightning.optim.passes import compiled_kernels
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer import unit_steps
 from sp_lightning.pipeline.weights import buffers
@@ -26,7 +26,6 @@ from ...helpers import is_block
 from ...planning.parts import Fixed
 from ...zoo.blocks import chain
 
-COMPILE = "compile_loop" if hasattr(kernels, "compile_loop") else "kernel_of"
 STEPS, FAILING = 4, 1  # the step that fails finds state, and is the first one with units that visit, stay or wait
 BLOCKS = 4
 HALF = "Some weights may have taken"
@@ -62,6 +61,7 @@ TRAININGS = {
     "gradients that wait, accumulated": Training(OURS, windows=((2,), (2, (), (), range(4))), accumulate=2, clip=True),
 }
 
+# the owners and names of functions, and the errors that they raise; None stands for the module of kernels
 FAILURES: dict[str, tuple[object, str, BaseException]] = {
     "memory of the host": (buffers, "_map_pages", MemoryError("injected")),
     "memory of the device": (HostBackend, "allocate", torch.OutOfMemoryError("injected")),
@@ -69,8 +69,8 @@ FAILURES: dict[str, tuple[object, str, BaseException]] = {
     "a copy to the host": (HostBackend, "download", RuntimeError("injected")),
     "work on the device": (HostBackend, "submit_to_lane", RuntimeError("injected")),
     "a hand-over": (HostBackend, "work", RuntimeError("injected")),
-    "a kernel": (kernels, "step_ranges", MemoryError("injected")),
-    "a compilation": (kernels, COMPILE, OSError(28, "injected: no space left to keep it")),
+    "a kernel": (None, "step_ranges", MemoryError("injected")),
+    "a compilation": (None, "kernel_of", OSError(28, "injected: no space left to keep it")),
     "torch's code": (unit_steps, "_update", RuntimeError("injected")),
 }
 
@@ -89,6 +89,9 @@ class Injection:
     def patched(self) -> Iterator[None]:
         """Watch in this scope."""
         owner, name, error = FAILURES[self.kind]
+        if owner is None:
+            owner = compiled_kernels()
+            name = "compile_loop" if hasattr(owner, "compile_loop") and name == "kernel_of" else name
         original = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
