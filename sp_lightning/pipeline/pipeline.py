@@ -314,7 +314,7 @@ def _run_in_one_thread(*args: Any, **kwargs: Any) -> Any:
     if not _attached:
         return _run_backward(*args, **kwargs)
     # If this is in a backward pass, that one may catch an exception of this one, and go on.
-    stories = [pipeline._story for pipeline in _attached if not pipeline._story.backward.running]
+    stories = [pipeline._story for pipeline in tuple(_attached) if not pipeline._story.backward.running]
     with torch.autograd.set_multithreading_enabled(False):
         try:
             return _run_backward(*args, **kwargs)

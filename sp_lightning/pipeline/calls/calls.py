@@ -107,7 +107,7 @@ class Calls:
             return
         with at_work:
             at_work.refuse_others()
-            at_work.continuing_thread = None  # its backward or step has ended with an exception
+            at_work.continuing_thread = None  # its step has ended with an exception
             at_work.computing_thread = get_ident()
         try:
             yield

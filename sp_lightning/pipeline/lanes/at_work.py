@@ -1,8 +1,6 @@
 """Scopes of the engine's own work, of one thread at a time, and of optimizers' steps; neither works in a fork.
 
-[Note: one thread, one stream] in pipeline/__init__.py says why one thread computes.
-
-The guard of weights lets both pass.
+The guard of weights lets both pass. [Note: one thread, one stream] in pipeline/__init__.py has why one thread computes.
 
 [Note: forks]
 A forked process, such as a loader's worker, has only the thread that forked it, and locks that our threads held at that

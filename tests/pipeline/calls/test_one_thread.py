@@ -126,3 +126,32 @@ def test_a_backward_within_the_backward_of_another_thread_is_refused() -> None:
         model.blocks[3](model.blocks[2](hidden)).sum().backward()
         assert "while another thread computes with it" in str(refused)
         assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_backward_within_another_that_fails_and_is_caught(activations: Any, where: str) -> None:
+    """The outer one goes on, whether or not it has reached the model by then; gradients are those of plain torch."""
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("the inner one")
+
+    def fail_within(inner: Tensor, _: Tensor) -> None:
+        with pytest.raises(ArithmeticError, match="the inner one"):
+            inner.backward()
+
+    results = []
+    for scope in (nullcontext, partial(attached, activations=activations)):
+        torch.manual_seed(0)
+        model = chain(4)
+        with scope() if scope is nullcontext else scope(model):
+            for _ in range(3):
+                hidden = model.blocks[1](model.blocks[0](X))
+                hidden.register_hook(fail)
+                inner = model.blocks[3](model.blocks[2](hidden)).sum()
+                middle = model.blocks[1](model.blocks[0](2 * X))
+                output = model.blocks[3](model.blocks[2](middle)) * 1
+                (output if where == "before" else middle).register_hook(partial(fail_within, inner))
+                output.square().sum().backward()
+            results.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
