@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from sp_lightning.arguments import StrategyWithOptions
 from sp_lightning.pipeline import Pipeline, open_steps
-from sp_lightning.pipeline.calls.masters import in_graphs
+from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.planning import AutoPlanner

@@ -63,8 +63,8 @@ def _of_return(late: waiting.LateGradients) -> Accesses:
     return [*late.sources], [*late.landed.values()]
 
 
-def _of_piece(update: visit.Visit, piece: Any, passes: object, updates: Any) -> Accesses:
-    gradients = [updates[part.number].gradient for part in piece.parts if part.memory.gradient is None]
+def _of_piece(update: visit.Visit, piece: Any, of_weights: Any, arrived: object) -> Accesses:
+    gradients = [of_weights[part.number].memory.gradient for part in piece.parts if part.memory.gradient is None]
     start, sent = piece.sent
     place = update._segment.place[start : start + sent.nbytes]
     return gradients, [piece.buffer.bytes, *([place] if update._is_placed else [])]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_lightning.pipeline.calls.nodes import RunningCall
+from sp_lightning.pipeline.calls.backward import RunningCall
 from sp_lightning.pipeline.lanes.backend import Trace
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.window.window import Window

@@ -181,7 +181,7 @@ def test_growing_batches_do_not_pile_up() -> None:
 
 
 def test_a_graph_may_be_dropped_by_any_thread() -> None:
-    """Autograd frees what a CUDA graph saved in a thread of its own."""
+    """Python's collector, or a queue to another thread, may hold the last reference to it."""
     with attached(chain(6), activations="offload") as pipe:
         for _ in range(3):
             held = [pipe.module(Run.rows(0))]

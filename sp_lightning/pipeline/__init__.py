@@ -23,6 +23,24 @@
         `-- Backend -- Trace          copies, events and work on the host of one device
 
 calls/story.py tells what each part does at each event of a step.
+
+[Note: one thread, one stream]
+One thread at a time computes with a model: its forward, its backward, and the `step()` of its optimizer. Within a step,
+all units compute on one stream of the device. Window, handles, gradients and counters rest on this. Backward runs nodes
+in the reverse order of their creation, so when it reaches a unit, everything that later units have launched comes
+before on that stream. A copy that waits for the stream may therefore overwrite their places.
+
+Autograd on its own would use one thread for the nodes of each device and the calling thread for those of the CPU. Where
+several units return CPU tensors, one thread would evict a unit whose weights the other is about to read. So while any
+model is attached, every backward pass runs in the thread that calls it (`_run_in_one_thread` in pipeline.py). A setting
+of autograd does that. It belongs to a thread, and `torch.inference_mode` changes it, so it is made for each pass.
+
+Breaking the axiom raises an error: a second thread (`EngineAtWork.refuse_others`), a backward for which autograd uses
+several threads (`BackwardPass.note_sign`), and another stream (`Backend.check_stream`) for a unit, a gradient, or a
+tensor that is offloaded. With `debug`, each weight that backward unpacks is a check of the thread, too.
+
+The engine's own threads access memory only through jobs and copies, which have an order of their own ([Note: ordering
+of copies] in lanes/backend.py). Any thread may read weights, which the guard answers, and may drop a graph.
 """
 
 from sp_lightning.pipeline.calls.gates import open_steps

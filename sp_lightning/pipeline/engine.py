@@ -19,8 +19,7 @@ from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
-from sp_lightning.pipeline.calls.guard import Guard
-from sp_lightning.pipeline.calls.masters import guard_masters, release_masters
+from sp_lightning.pipeline.calls.guard import Guard, guard_masters, release_masters
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.gradients.waiting import WaitingGradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.devices import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Recording
 from sp_lightning.pipeline.operations import autocast_dtype
-from sp_lightning.pipeline.optimizer.listeners import listen_to_optimizers, stop_listening
+from sp_lightning.pipeline.optimizer.optimizers import listen_to_optimizers, stop_listening
 from sp_lightning.pipeline.optimizer.staying import HOST, move_parameters, weights_on_accelerators
 from sp_lightning.pipeline.options import PipelineOptions
 from sp_lightning.pipeline.placing.arrangement import Arrangement
@@ -28,6 +29,7 @@ from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress
 from sp_lightning.pipeline.summary import Summary
+from sp_lightning.pipeline.torch_private import in_backward, run_backward_by
 from sp_lightning.pipeline.units.tree import check_module
 
 _attached: set[Pipeline] = set()
@@ -307,3 +309,26 @@ class Pipeline:
     def budget(self) -> int | None:
         """GPU memory for weights, gradients on their way and activations; None if no limit is known."""
         return self._parts.device_budget
+
+
+def _run_in_one_thread(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass in the thread that calls it, if any model is attached ([Note: one thread, one stream])."""
+    if not _attached:
+        return _run_backward(*args, **kwargs)
+    # If this is in a backward pass, that one may catch an exception of this one, and go on.
+    stories = [pipeline._story for pipeline in tuple(_attached) if not pipeline._story.backward.running]
+    with torch.autograd.set_multithreading_enabled(False):
+        try:
+            return _run_backward(*args, **kwargs)
+        except BaseException:
+            for story in stories:
+                story.fail()
+            if not in_backward():
+                # Nodes that were about to run wait in this thread, with all that their graph has
+                # saved, until it runs another pass.
+                leaf: Any = torch.zeros((), device="cpu", requires_grad=True)
+                leaf.backward()
+            raise
+
+
+_run_backward = run_backward_by(_run_in_one_thread)

@@ -56,6 +56,19 @@ running_node: Callable[[], Node | None] = torch._C._current_autograd_node
 """Return the node of a backward pass that this thread runs, or whose hooks it runs; None outside of backward."""
 
 
+def run_backward_by(function: Callable[..., Any]) -> Any:
+    """Have a function run all backward passes that Python code calls, and return torch's own.
+
+    It is below `Tensor.backward`, `torch.autograd.grad` and checkpoints. Torch's hooks are for nodes and tensors, not
+    for a whole pass. Torch replaces both names, too, and restores them, while it traces.
+    """
+    places: Any = (torch.autograd, torch.autograd.graph)
+    run = places[0]._engine_run_backward
+    for place in places:
+        place._engine_run_backward = function
+    return run
+
+
 def has_foreign_step_hooks(optimizer: Optimizer) -> bool:
     """Tell whether an optimizer has step hooks besides the engine's own pair, which is registered for all optimizers.
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.pipeline import Afterwards, Pipeline
-from sp_lightning.pipeline.calls.masters import in_graphs
+from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.lanes.at_work import optimizer_waits
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.trainer import StrategyPart

@@ -99,7 +99,7 @@ class MakesTensors(Block):
 @pytest.mark.usefixtures("default_device_was_reset")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_torchs_default_device_may_be_the_device(activations: Any, device: torch.device) -> None:
-    """While a model is built, attached and trained; a forward that runs again finds it in autograd's thread, too."""
+    """While a model is built, attached and trained; a forward that runs again in backward finds it, too."""
     torch.set_default_device(device)
     try:
         results = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sp_lightning import optim
+from sp_lightning.optim import passes
 from sp_lightning.pipeline.optimizer import pieces
 
 from ..helpers import never_waiting
@@ -51,6 +52,30 @@ def test_placement_changes_no_number(
     expected, _ = train_placed(ADAMW, Fixed((2,)), device, steps=10, dtype=dtype, **training)
     actual, stats = train_placed(ADAMW, Wanders(seed), device, steps=10, dtype=dtype, **training)
     assert stats.visits > 0
+    torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("number", some([0, 1, 17, 30], 2))
+def test_the_device_runs_out_of_memory_in_a_visit(
+    number: int, clip: float | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host makes the step of that piece: it has all as it was, though the device has begun with the piece."""
+    monkeypatch.setattr(pieces, "PIECE", 1024)
+    planner = partial(Fixed, (2,), (2, (), (1, 2, 4)))
+    expected, _ = train_placed(ADAMW, planner(), device, clip=clip)
+    step_on_device, seen = passes.step_on_device, list[object]()
+
+    def runs_out(step: object) -> None:
+        step_on_device(step)
+        seen.append(step)
+        if len(seen) == number + 1:
+            raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(passes, "step_on_device", runs_out)
+    with pytest.warns(UserWarning, match="the CPU had to update a part of 'blocks.*injected"):
+        actual, stats = train_placed(ADAMW, planner(), device, clip=clip)
+    assert stats.visits == 3 * 6
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 

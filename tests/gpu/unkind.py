@@ -62,6 +62,7 @@ PAGEABLE = {
     "pipeline/optimizer/staying.py: move": "buffers, as the module is attached",
     "pipeline/optimizer/staying.py: move_parameters": "a plan has a unit live on the device, or no longer",
     "pipeline/optimizer/staying.py: move_state": "a plan has a unit live on the device, or no longer",
+    "pipeline/optimizer/visit.py: _run": "a gradient of what the host updates, as the device has no memory for that",
     "pipeline/pipeline.py: _give_back": "buffers, as the module is given back",
     "trainer/checkpoint_io.py: _write": "a checkpoint, of what lives on the device and the host has no room to copy",
     "trainer/checkpoint_io.py: state_dict_on_host": "a checkpoint, of what lives on the device",
@@ -84,6 +85,8 @@ def pageable_copies() -> Iterator[set[str]]:
         while frame is not None:
             file = Path(frame.f_code.co_filename)
             if file != Path(__file__) and any(file.is_relative_to(place) for place in OTHERS):
+                break
+            if frame.f_code.co_name == "_run_in_one_thread":  # autograd copies for users
                 break
             # functions that users call by way of ours (torch's in overrides.py, a Trainer's) copy for the users
             if file.is_relative_to(PACKAGE) and file.name not in ("overrides.py", "transformers.py"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -315,23 +314,3 @@ def test_a_backward_inside_of_a_forward_that_needs_its_place_says_what_to_do() -
         model[2].register_forward_hook(lambda *_: loss.backward())
         with pytest.raises(RuntimeError, match=r"larger `k`.*`resident`"):
             model[2](torch.ones(1, 8))
-
-
-def test_a_backward_that_begins_is_not_taken_for_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's part of a backward and the device's run in threads of their own; each gives signs of it."""
-    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    pipeline = Pipeline(module, "cpu")
-    story = pipeline._story
-    backward, guard_masters = story.backward, story.guard_masters
-    abandon = mock.Mock()
-    monkeypatch.setattr(backward, "abandon", abandon)
-    monkeypatch.setattr(story, "guard_masters", lambda: (in_a_thread(backward.forget_failed), guard_masters()))
-    module(torch.ones(1, 4)).sum().backward()
-    pipeline.detach()
-    abandon.assert_not_called()
-
-
-def in_a_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(helpers.PATIENCE)

@@ -120,7 +120,7 @@ class Surroundings:
             for kind in {device.type, "cpu"}
         ]
         self._default_dtype = torch.get_default_dtype()  # Lightning's double precision sets it
-        # this thread's default device, as autograd's has another; torch 2.9 does not tell it after
+        # backward may be called under another default device; torch 2.9 does not tell it after
         # `set_default_device(None)`
         self._default_device = torch.empty(0).device
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]

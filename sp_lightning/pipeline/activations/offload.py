@@ -28,7 +28,6 @@ the copy.
 from __future__ import annotations
 
 import enum
-import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -171,7 +170,6 @@ class Offloader:
         self._backend = backend
         self._meter = meter
         self._stats = stats
-        self._lock = threading.RLock()  # backward on an accelerator runs in a thread of autograd's
         self._by_memory: WeakValueDictionary[int, Activation] = WeakValueDictionary()
         # bundles of calls under way, innermost last; None for calls without a graph
         self.open: list[Bundle | None] = []
@@ -180,32 +178,30 @@ class Offloader:
 
     def send(self, bundle: Bundle) -> None:
         """Start copying a bundle's activations to the host."""
-        with self._lock:
-            for activation in bundle.alive():
-                if activation.stage is not Stage.DEVICE:
-                    continue
-                assert activation.device is not None
-                storage = activation.device.untyped_storage()
-                source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                host = self.pool.take(activation.nbytes)
-                target = host.bytes[: activation.nbytes]
-                ticket = self._backend.trace.download(Kind.OFFLOAD, bundle.unit, target, source)
-                activation.leave(host, ticket)
-                self._leaving.append(activation)
-                self._stats.bytes_to_host += activation.nbytes
-                self._stats.offloaded_bytes += activation.nbytes
+        for activation in bundle.alive():
+            if activation.stage is not Stage.DEVICE:
+                continue
+            assert activation.device is not None
+            storage = activation.device.untyped_storage()
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            host = self.pool.take(activation.nbytes)
+            target = host.bytes[: activation.nbytes]
+            ticket = self._backend.trace.download(Kind.OFFLOAD, bundle.unit, target, source)
+            activation.leave(host, ticket)
+            self._leaving.append(activation)
+            self._stats.bytes_to_host += activation.nbytes
+            self._stats.offloaded_bytes += activation.nbytes
 
     def release_sent(self) -> None:
         """Free the device memory of activations that were sent, and host memory that autograd has dropped.
 
         Computing, not the host, waits for copies.
         """
-        with self._lock:
-            for activation in self._leaving:
-                self._wait(activation)
-                activation.release()
-            self._leaving.clear()
-            self._reclaim_host_memory(landed=False)
+        for activation in self._leaving:
+            self._wait(activation)
+            activation.release()
+        self._leaving.clear()
+        self._reclaim_host_memory(landed=False)
 
     def pack(self, tensor: Tensor) -> Offloaded | None:
         """Take a tensor that autograd saves in a call; return None if it is not to be offloaded, or has to stay."""
@@ -213,14 +209,14 @@ class Offloader:
         if bundle is None or not bundle.leaves or not self._may_leave(tensor):
             return None
         memory_key = storage_key(tensor)
-        with self._lock:
-            activation = self._by_memory.get(memory_key)
-            if activation is None or activation.version != tensor._version:
-                charge = self._meter.hold(tensor)
-                activation = Activation(tensor, bundle.unit, charge, self._leftovers)
-                self._by_memory[memory_key] = activation
-            bundle.saved.append(ref(activation))
-            return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        activation = self._by_memory.get(memory_key)
+        if activation is None or activation.version != tensor._version:
+            self._backend.check_stream(f"A tensor that {bundle.unit!r} saves")
+            charge = self._meter.hold(tensor)
+            activation = Activation(tensor, bundle.unit, charge, self._leftovers)
+            self._by_memory[memory_key] = activation
+        bundle.saved.append(ref(activation))
+        return Offloaded(activation, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _may_leave(self, tensor: Tensor) -> bool:
         """Tell whether a tensor's memory is plain, on the device, large, needed, and not there for good."""
@@ -238,17 +234,16 @@ class Offloader:
     def unpack(self, packed: Offloaded) -> Tensor:
         """Return the saved tensor, for backward."""
         activation = packed.activation
-        with self._lock:
-            if activation.stage is Stage.HOST:
-                self._stats.activation_misses += 1
-                self._fetch(activation)
-            if activation.stage is Stage.BACK and activation.ticket is not None:
-                self._wait(activation)
-                activation.ticket = None
-            assert activation.device is not None
-            storage = activation.device.untyped_storage()
-            empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
-            return empty.set_(storage, packed.offset, packed.size, packed.stride)
+        if activation.stage is Stage.HOST:
+            self._stats.activation_misses += 1
+            self._fetch(activation)
+        if activation.stage is Stage.BACK and activation.ticket is not None:
+            self._wait(activation)
+            activation.ticket = None
+        assert activation.device is not None
+        storage = activation.device.untyped_storage()
+        empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
+        return empty.set_(storage, packed.offset, packed.size, packed.stride)
 
     def _wait(self, activation: Activation) -> None:
         """Have computing wait for an activation's copy."""
@@ -257,14 +252,13 @@ class Offloader:
 
     def reach(self, bundle: Bundle) -> None:
         """Fetch the activations that backward needs now, for the nodes of a call, and those that it will need next."""
-        with self._lock:
-            self.release_sent()
-            for needed in (bundle, bundle.before):
-                if needed is None:
-                    continue
-                for activation in reversed(needed.alive()):  # backward uses the last ones first
-                    if activation.stage is Stage.HOST:
-                        self._fetch(activation)
+        self.release_sent()
+        for needed in (bundle, bundle.before):
+            if needed is None:
+                continue
+            for activation in reversed(needed.alive()):  # backward uses the last ones first
+                if activation.stage is Stage.HOST:
+                    self._fetch(activation)
 
     def _fetch(self, activation: Activation) -> None:
         assert activation.host is not None
@@ -288,14 +282,13 @@ class Offloader:
 
         A copy may have failed, so activations that were leaving stay on the device.
         """
-        with self._lock:
-            self.open.clear()
-            for activation in self._leaving:
-                if activation.stage is Stage.LEAVING and activation.host is not None:
-                    self.pool.give_back(activation.host)
-                    activation.stay()
-            self._leaving.clear()
-            self._reclaim_host_memory(landed=True)
+        self.open.clear()
+        for activation in self._leaving:
+            if activation.stage is Stage.LEAVING and activation.host is not None:
+                self.pool.give_back(activation.host)
+                activation.stay()
+        self._leaving.clear()
+        self._reclaim_host_memory(landed=True)
 
     def close(self) -> None:
         """Release all host memory."""

@@ -72,7 +72,7 @@ class UnitCall:
     """One call of a member: the tensors that its forward saved, and a way to run it again.
 
     It is held by the graph, and refers to saved tensors weakly, so that autograd frees each when its node has run; and
-    to the member, on which a graph may be kept (see [Note: what nodes hold] in nodes.py).
+    to the member, on which a graph may be kept (see [Note: what nodes hold] in calls/backward.py).
     """
 
     def __init__(self, shared: SecondForwards, member: Member, args: Args, kwargs: Kwargs) -> None:

@@ -112,7 +112,7 @@ class SavedTensors:
         return outer is None or getattr(outer[0], "__self__", None) is self
 
     def close(self) -> None:
-        """Drop references to the module: autograd may hold the hooks, with all that they have packed (see nodes.py)."""
+        """Drop references to the module: autograd may hold the hooks, with all that they have packed."""
         self.twins = {}
         self.backward = None
 

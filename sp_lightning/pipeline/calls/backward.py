@@ -2,37 +2,217 @@
 
 Autograd does not tell a module that backward has reached it, but there are signs: a node that made a unit's output is
 about to run, a saved weight is unpacked, a checkpoint recomputes a unit, a gradient arrives. The first sign opens the
-pass; the callback that autograd runs after the last node closes it.
+pass; the callback that autograd runs after the last node closes it. A pass that fails is abandoned (`Story.fail`).
+
+[Note: what a custom Function keeps]
+`ctx.weight = weight` passes the hooks for saved tensors by, so nothing brings the weight back when backward reads it.
+But the Function's own node reads it. So each call of a unit collects the nodes of the Functions that are applied in it.
+Backward announces itself there, wherever the Function's output goes. If a Function was applied in a unit's call, the
+optimizer updates the unit only after backward has left it: the Function may hold any weight, in a list or a module.
+
+[Note: what nodes hold]
+A module may hold a graph that was built on it (`self.last = loss`). Python's collector does not see what nodes hold. A
+reference from a node to the module would therefore keep it alive, so nodes refer to the engine's objects weakly.
+
+[Note: before backward]
+Hooks on output tensors are lost when a view is modified in place (`y += x`, pytorch#181832). The node that made the
+tensor (its base, for a view) stays in the graph in every case, so the hook is registered there. A view that a custom
+autograd function returns has a base from before its graph, or from inside of it, but cannot be modified in place.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
+from itertools import chain, islice
 from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.pipeline.calls.nodes import GRADIENT
+from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.graphs import Graph
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
+from sp_lightning.pipeline.operations import replace_instances, run_hooks
+from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import (
+    alias_count,
     graph_task,
     in_backward,
+    storage_key,
+    tensor_hooks,
     when_backward_ends,
     without_torch_function,
 )
 from sp_lightning.pipeline.units.presence import Residency
-from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.units.unit import Member, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
 from sp_lightning.pipeline.window.order import Pass
 from sp_lightning.pipeline.window.window import Window
+
+GRADIENT: Any = Tensor.grad  # the leaf's own gradient; its class would answer with the master's
+
+
+def nodes_of(outputs: list[Tensor]) -> list[Node]:
+    """Return the nodes that made tensors, as they stay in the graph ([Note: before backward])."""
+    nodes: list[Node] = []
+    for output in outputs:
+        node, base = output.grad_fn, output._base
+        if base is not None and base.grad_fn is not None and not isinstance(node, BackwardCFunction):
+            node = base.grad_fn
+        if node is not None:
+            nodes.append(node)
+    return nodes
+
+
+def before_backward(nodes: Iterable[Node], action: Callable[[Any], None], since: int, now: int) -> None:
+    """Run an action before backward reaches the nodes with which a call made its outputs.
+
+    A call that passes an input through has not computed it. The node of such an output belongs to an earlier call,
+    whose weights would have to make room for this call's at the very moment at which they are needed. So `since` is the
+    number of calls when this one began, and `now` is the number of calls so far.
+    """
+    for node in set(nodes):
+        metadata: Any = node.metadata  # a dictionary, not a method as typed
+        if metadata.setdefault("superpipeline", now) >= since:
+            node.register_prehook(action)
+
+
+def edges_of(weight: Weight) -> list[Any]:
+    """Return a weight's edges in graphs. Its leaves will not do: they may have a class of their own."""
+    with without_torch_function():
+        leaves = [twin.parameter for twin in (weight.twin, *weight.twins_in_graphs) if twin.parameter.requires_grad]
+        if weight.master.requires_grad and leaves:
+            return list(map(get_gradient_edge, leaves))
+        # No graph has the weight.
+        return [weight.twin.data.detach().requires_grad_(weight.master.requires_grad)]
+
+
+def differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` with leaves in place of weights; their gradients get the masters' dtype.
+
+    The guard stays in force meanwhile: backward runs checkpoints and hooks, which may use weights.
+    """
+    if isinstance(inputs, dict):
+        by_position = differentiate(outputs, list(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, by_position, strict=True))
+    inputs = [inputs] if isinstance(inputs, Tensor | Weight) else list(inputs)
+    edges = [edges_of(value) if isinstance(value, Weight) else [value] for value in inputs]
+    # The outputs may have used one leaf of a weight alone.
+    if any(len(input_edges) > 1 for input_edges in edges):
+        kwargs["allow_unused"] = True
+    edge_gradients = iter(torch.autograd.grad(outputs, list(chain.from_iterable(edges)), *args, **kwargs))
+    gradients: list[Tensor | None] = []
+    for value, input_edges in zip(inputs, edges, strict=True):
+        parts = [part for part in islice(edge_gradients, len(input_edges)) if part is not None]
+        if isinstance(value, Weight) and parts:
+            with without_torch_function():
+                gradient = reduce(torch.add, [part.to(value.dtype) for part in parts])
+                parts = [run_hooks(tensor_hooks(value.master), gradient)]
+        gradients.append(parts[0] if parts else None)
+    return tuple(gradients)
+
+
+class RunningCall:
+    """A call of a member that is under way.
+
+    Attributes:
+        member: The member.
+        needed: The units whose weights it computes with.
+        number: The number of the call among all calls.
+        is_backward: Whether it is in a backward pass, which runs a forward again.
+        nodes: The nodes of custom Functions that were applied in it.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        number: int,
+        is_backward: bool,
+        places: dict[int, Twin],
+    ) -> None:
+        self.member = member
+        self.needed = member.needed
+        self.number = number
+        self.is_backward = is_backward
+        self.nodes: list[Node] = []
+        self._twins_by_memory = places
+
+    def note_function(self, output: Any) -> None:
+        """Note that a custom Function was applied: it may read any weight of the call in backward."""
+        outputs = output if isinstance(output, tuple | list) else [output]
+        nodes = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
+        if nodes:
+            self.nodes.append(nodes[0])
+            for unit in self.needed:
+                unit.readers.has_raw_readers = True
+
+    def outside_of_places(self, output: Any) -> tuple[Any, list[Tensor]]:
+        """Return the call's output, with clones of tensors that lie in the place of a weight, and all tensors in it.
+
+        Raises:
+            RuntimeError: A clone cannot replace a weight there, or an object that cannot be searched may hold one.
+        """
+        places = self._twins_by_memory.keys()
+
+        def out_of_place(tensor: Tensor) -> Tensor:
+            is_outside = places.isdisjoint(map(storage_key, tensors_in(tensor)))
+            return tensor if is_outside else tensor.clone()
+
+        hidden: list[Any] = []
+        tensors = tensors_in(output, hidden)
+        if not places.isdisjoint(map(storage_key, tensors)):
+            output = replace_instances(output, Tensor, out_of_place)
+            tensors = tensors_in(output)
+            if not places.isdisjoint(map(storage_key, tensors)):
+                raise RuntimeError(
+                    f"superpipeline: {self.member.name!r} returns one of its weights in an object (of a "
+                    "class of its own, a function, an array), where a clone cannot take its place. "
+                    "Return a clone of the weight, or name it in `resident`."
+                )
+        # Something else than the twin and its data has a view of a weight: a graph, or a hidden object.
+        if hidden and any(alias_count(entry.weight.twin.data) > 2 for entry in self.member.entries):
+            raise RuntimeError(
+                f"superpipeline: {self.member.name!r} returns an object of the class "
+                f"{type(hidden[0]).__qualname__!r}, which cannot be searched for weights. Return "
+                "what it holds as tensors, or name the weights in `resident`."
+            )
+        return output, tensors
+
+
+class CallToCome:
+    """A call that backward has not reached yet; its nodes hold this object ([Note: what nodes hold]).
+
+    Attributes:
+        member: A weak reference to the member.
+        graph: The graph that the call has built.
+        needed: The units whose weights the call has used.
+        bundle: The activations that it has offloaded; None if none have to return.
+    """
+
+    def __init__(self, call: RunningCall, graph: Graph, bundle: Bundle | None) -> None:
+        self.member = weakref.ref(call.member)
+        self.graph = graph
+        self.needed = call.needed
+        self.bundle = bundle
+        self._unit = call.member.unit
+        if self._unit is not None:
+            self._unit.readers.calls_to_come += 1
+
+    def end(self) -> None:
+        """Note that backward has reached the call; each of its nodes may tell that."""
+        unit = self._unit
+        self._unit = None
+        if unit is not None:
+            unit.readers.calls_to_come -= 1
+
+    __del__ = end
 
 
 class BackwardEvents(Protocol):
@@ -70,37 +250,24 @@ class BackwardPass:
         self.in_use: list[Unit] = []
         self._reached: list[Unit] = []  # the units that backward has reached
         self._graphs: set[Graph] = set()
-        self._callback: Callable[[], object] = lambda: None
 
     def note_sign(self) -> None:
         """Note a sign of a backward pass; the first one opens the pass."""
-        if self.running and self._callback() is not None:
+        if self.running:
+            self._at_work.refuse_others()
             return
-        self.forget_failed()
-        if in_backward():
-            at_work = self._at_work
-            with at_work:
-                # It is checked again: the host's part of a graph and the device's run in threads of their own.
-                if not self.running:
-                    if self._window.backend.device.type == "cpu":  # otherwise this is a thread of autograd's
-                        at_work.refuse_others()
-                    at_work.continuing_thread = get_ident()
-                    self._task = graph_task()
-                    self._events.guard_masters()
-                    callback = partial(self._end)
-                    # Autograd keeps the callback alive for as long as the pass runs.
-                    self._callback = weakref.ref(callback)
-                    when_backward_ends(callback)
-                    # From now on, threads without this lock believe the callback.
-                    self.running = True
-
-    def forget_failed(self) -> None:
-        """Abandon the pass if it has ended with an exception that the user has caught."""
-        if self.running and self._callback() is None:
-            with self._at_work:
-                # It is checked again: meanwhile, another thread may have opened the next pass.
-                if self._callback() is None:
-                    self.abandon()
+        if not in_backward():
+            return
+        assert not torch.autograd.is_multithreading_enabled(), (
+            "a backward pass was begun past torch's functions for Python, and may use several threads"
+        )
+        with self._at_work:
+            self._at_work.refuse_others()
+            self._at_work.continuing_thread = get_ident()
+            self._task = graph_task()
+            self._events.guard_masters()
+            when_backward_ends(self._end)
+            self.running = True
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -123,8 +290,10 @@ class BackwardPass:
 
     def _collect(self, weight: Weight, leaf: Tensor) -> None:
         with without_torch_function():
-            if not self.running or self._callback() is None:
+            if not self.running:
                 self.note_sign()
+            if self._window.backend.stream_of_step is not None:
+                self._window.backend.check_stream(f"The gradient of weight {weight.name!r}")
             gradient: Tensor | None = GRADIENT.__get__(leaf)
             GRADIENT.__set__(leaf, None)
             if gradient is None or not weight.master.requires_grad:  # frozen since the forward
@@ -150,6 +319,8 @@ class BackwardPass:
     def bring_for_backward(self, twin: Twin) -> None:
         """Bring a weight that backward unpacks to the device."""
         unit = twin.unit
+        if self._window.backend.poison:
+            self._at_work.refuse_others()  # the axiom of [Note: one thread, one stream]
         is_expected = not unit.conflicts or unit in self.in_use
         if self.running and is_expected and unit.presence.is_valid:
             return

@@ -5,7 +5,6 @@ story.py tells what happens at each event.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,8 +27,6 @@ from sp_lightning.pipeline.torch_private import (
 )
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.overrides import running_calls
-
-_MOST_MILLISECONDS = 50  # the time that a thread waits for another one's backward to end
 
 
 class Calls:
@@ -114,14 +111,9 @@ class Calls:
         if in_backward() or at_work.computing_thread == get_ident():
             yield
             return
-        for _ in range(_MOST_MILLISECONDS):
-            self._story.backward.forget_failed()
-            if not self._story.backward.running or at_work.continuing_thread == get_ident():
-                break
-            time.sleep(0.001)  # a thread of autograd's still releases what a failed pass has held
         with at_work:
             at_work.refuse_others()
-            at_work.continuing_thread = None  # its backward or step has ended with an exception
+            at_work.continuing_thread = None  # its step has ended with an exception
             at_work.computing_thread = get_ident()
         try:
             yield

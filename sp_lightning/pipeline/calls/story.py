@@ -25,13 +25,14 @@ Gradients go their own way from the leaf's hook on (backward.py, gradients/strea
 from __future__ import annotations
 
 from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.calls.nodes import CallToCome, RunningCall, before_backward, nodes_of
+from sp_lightning.pipeline.calls.backward import CallToCome, RunningCall, before_backward, nodes_of
 from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.graphs import Opener
 from sp_lightning.pipeline.lanes.lanes import Kind
@@ -114,6 +115,15 @@ class Story:
         if not (self.graphs.scopes or self.backward.running):
             self._guard.end_step()
 
+    def fail(self) -> None:
+        """Abandon this thread's backward pass, which has ended with an exception; outside of a step, all else, too."""
+        if self.backward.running and self.at_work.continuing_thread == get_ident():
+            if not self.graphs.scopes:
+                self.abandon()
+                return
+            with self.at_work:  # the program may catch the exception, and go on with the step
+                self.backward.abandon()
+
     def abandon(self) -> None:
         """Recover from an exception in the middle of a step: nothing is in flight, and the next step can begin."""
         self.graphs.scopes = 0
@@ -158,9 +168,6 @@ class Story:
             self.graphs.calls += 1
             self._arrangement.unused_in_step = False
             member.entered += 1
-            if self.backward.running and not is_backward:
-                # It ended with an exception, which the user has caught within the step.
-                self.backward.abandon()
             self._bring_for_call(member, is_backward)
             if member.is_streamed and not self.activations.are_kept:
                 self.activations.enter(member)
@@ -169,7 +176,7 @@ class Story:
             member.running_calls += 1
             for outer in self.running:
                 member.called_in.update(outer.needed)
-            call = RunningCall(member, self.graphs.calls, self._arrangement.twins)
+            call = RunningCall(member, self.graphs.calls, is_backward, self._arrangement.twins)
             self.running.append(call)
             member.put_in_twins(self.backward.follow_requires_grad)
             if len(self.running) == 1 and not is_backward:
@@ -216,12 +223,12 @@ class Story:
             if not member.running_calls:  # an exception inside the call led to a reset
                 return
             member.running_calls -= 1
-            for unit in self.running.pop().needed:
+            call = self.running.pop()
+            for unit in call.needed:
                 unit.users -= 1
                 if unit.presence.fingerprint is not None and not unit.users:
                     self._window.find_unseen_writes(unit)
-            is_backward = in_backward()
-            if not self.running and not is_backward:
+            if not self.running and not call.is_backward:
                 self._trace.end_computing()
             for entry in member.entries:  # the forward may have frozen or thawed a leaf
                 twin, master = entry.weight.twin, entry.weight.master
@@ -235,7 +242,7 @@ class Story:
                 member.put_back_masters()
             if member.is_streamed and not self.activations.are_kept:
                 self.activations.leave()
-            self._window.prefetch([*member.needed, *self.backward.in_use] if is_backward else ())
+            self._window.prefetch([*member.needed, *self.backward.in_use] if call.is_backward else ())
 
     # ------------------------------------------------------------------------------------------------------- backward
 

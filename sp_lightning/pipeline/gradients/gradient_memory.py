@@ -158,6 +158,8 @@ class LandingBuffer(GradientMemory):
         """Reserve it for a job, which comes after the last reader."""
         assert not self._awaits_reader, "one job would overwrite its own gradients"
         self._awaits_reader = True
+        if self.last_reader is not None and self.last_reader.done:
+            self.last_reader = None  # it may have failed, which concerns no later job
         self.turn = turn
         self.users += 1
 

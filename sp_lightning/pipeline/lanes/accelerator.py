@@ -97,6 +97,7 @@ class AcceleratorBackend(Backend):
             self._update_streams = {
                 kind: self._api.Stream(priority=-1 if kind is Kind.VISIT else 0) for kind in UPDATE_KINDS
             }
+        self.stream_of_step = self.stream()
         self.pins = device.type == "cuda"
         self.memory_rate = self._memory_rate()
         self._refusals = 0  # how often the system has refused to pin memory
@@ -121,8 +122,12 @@ class AcceleratorBackend(Backend):
         use_threads(self._threads)
 
     @override
+    def stream(self) -> Any:
+        return self._api.current_stream(self.device)
+
+    @override
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        computing = self._api.current_stream(self.device)
+        computing = self.stream()
         if after is None or after.done:
             if after is not None:
                 after.join()  # raises if the job failed: there is nothing to copy
@@ -145,7 +150,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def download(self, target: Tensor, source: Tensor) -> Ticket:
-        self._down.wait_stream(self._api.current_stream(self.device))
+        self._down.wait_stream(self.stream())
         return self._copy(self._down, target, source)
 
     @override
@@ -160,7 +165,7 @@ class AcceleratorBackend(Backend):
 
     @override
     def computed(self) -> Ticket:
-        return _StreamTicket(self._api.current_stream(self.device).record_event(), None, self._on_device)
+        return _StreamTicket(self.stream().record_event(), None, self._on_device)
 
     @override
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -187,12 +192,12 @@ class AcceleratorBackend(Backend):
 
     @override
     def wait(self, ticket: Ticket) -> None:
-        self._api.current_stream(self.device).wait_event(_event_of(ticket))
+        self.stream().wait_event(_event_of(ticket))
 
     @override
     def mark(self) -> Any:
         event = self._api.Event(enable_timing=True)
-        event.record(self._api.current_stream(self.device))
+        event.record(self.stream())
         return event
 
     @override

@@ -1,6 +1,6 @@
 """Scopes of the engine's own work, of one thread at a time, and of optimizers' steps; neither works in a fork.
 
-The guard of weights lets both pass.
+The guard of weights lets both pass. [Note: one thread, one stream] in pipeline/__init__.py has why one thread computes.
 
 [Note: forks]
 A forked process, such as a loader's worker, has only the thread that forked it, and locks that our threads held at that
@@ -57,7 +57,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 class EngineAtWork(OfOneProcess):
     """Scope around the engine's own work in a step: one thread at a time, unseen by the guard.
 
-    It takes a lock because backward on an accelerator runs in a thread of autograd's.
+    It takes a lock because other threads may read weights, or drop the model.
     """
 
     def __init__(self) -> None:

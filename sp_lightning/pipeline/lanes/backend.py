@@ -9,9 +9,8 @@ and computing waits for the copy's ticket before it reads the slot. A device-to-
 before it, the kernels that produce the gradients included. Both orders are kept on the device, so `upload` and
 `download` of pinned memory never block the host. A ticket's `join` blocks it until the copy is done; callers count it.
 
-Computing is a single queue: once it has waited for a copy, it need not wait again. A model cannot compute on several
-streams of a device at once, because a slot may be overwritten as soon as the stream that asks for it is past the
-slot's last reader.
+Computing is a single queue: once it has waited for a copy, it need not wait again. A slot may be overwritten as soon as
+that queue is past the slot's last reader ([Note: one thread, one stream] in pipeline/__init__.py).
 
 Work on host memory (accumulating gradients, stepping the optimizer) runs on one thread, most urgent first, each job
 after the copies that it needs. A host-to-device copy can be told to start after such a job. Then this thread issues
@@ -93,6 +92,8 @@ class Backend(ABC):
     # For the kernels of updates: the bytes of device memory that they move in a second, and how long each waits.
     memory_rate = math.inf
     kernel_seconds = 0.0
+    # The stream that computes in this step and its backward; None if the device has none.
+    stream_of_step: Any = None
 
     def __init__(self, device: torch.device, poison: bool, host: Worker) -> None:
         self.device = device
@@ -107,6 +108,22 @@ class Backend(ABC):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.invalidate(memory)
             return memory
+
+    def stream(self) -> Any:
+        """Return the stream that computes now; None if the device has none."""
+        return None
+
+    def check_stream(self, what: str) -> None:
+        """Raise if another stream computes than when the step began ([Note: one thread, one stream])."""
+        stream = self.stream()
+        if stream != self.stream_of_step:
+            # Memory that the other stream reads may be given to others now.
+            self.stream_of_step.wait_stream(stream)
+            raise RuntimeError(
+                f"{what} is computed on another stream than the one that was current when the step "
+                "began, but superpipeline overwrites weights and gradients on the GPU as soon as "
+                "that one has used them. Compute all of a step on one stream."
+            )
 
     @abstractmethod
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
@@ -298,7 +315,8 @@ class Trace:
             self._range = None
 
     def mark_step(self) -> None:
-        """Note that a step begins, and find out whether it is profiled, once for the whole step."""
+        """Note that a step begins, on which stream, and whether it is profiled, once for the whole step."""
+        self._backend.stream_of_step = self._backend.stream()
         self._is_on = bool(self._logs) or profiler_is_on()
         for log in self._logs:
             log.steps.append(self._backend.mark())

@@ -20,17 +20,22 @@ Masters are guarded (guard.py) while a step is under way: code that accesses one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from threading import get_ident
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
-from sp_lightning.pipeline.lanes.at_work import EngineAtWork
+from sp_lightning.pipeline.lanes.at_work import EngineAtWork, optimizer_steps, optimizer_waits
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.pipeline.optimizer.early_step import EarlyStep
 from sp_lightning.pipeline.optimizer.kinds import (
@@ -45,6 +50,7 @@ from sp_lightning.pipeline.optimizer.kinds import (
 from sp_lightning.pipeline.optimizer.staying import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
+from sp_lightning.pipeline.torch_private import replace_wrapped, stand_in_for
 from sp_lightning.pipeline.weights.weight import used_in_step
 
 
@@ -201,8 +207,19 @@ class Optimizers:
         steps = self._steps
         step = Step(optimizer, optimizer_weights, steps.fused)
         step.collect_gradients(optimizer_weights.gradients)
-        for unit in optimizer_weights.units:
-            steps.step(unit, step)
+        try:
+            for unit in optimizer_weights.units:
+                steps.step(unit, step)
+        except BaseException:
+            self.abandon()
+            steps.window.backend.drain()
+            steps.stream.abandon()  # nothing reads landing buffers any more
+            warnings.warn(
+                f"superpipeline: the step of {type(optimizer).__name__} has failed. Some weights may "
+                "have taken it, and others not: continue from a checkpoint.",
+                stacklevel=2,
+            )
+            raise
         steps.finish(step.awaited if self._overlaps is not False else optimizer_weights.units)
         if [unit for unit in optimizer_weights.units if unit.update.to_begin is not None]:
             steps.window.prefetch()  # this begins the first of these steps
@@ -272,3 +289,81 @@ class Optimizers:
         """Remove all hooks from optimizers."""
         for hook in chain.from_iterable(self._known_optimizers.values()):
             hook.remove()
+
+
+# -------------------------------------------------------------------------------- listeners to `step()` and clipping
+
+_listeners: list[Optimizers] = []
+_handles: list[RemovableHandle] = []
+
+
+def listen_to_optimizers(listener: Optimizers) -> None:
+    """Notify `listener` of every optimizer step."""
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+    _listeners.append(listener)
+
+
+def stop_listening(listener: Optimizers) -> None:
+    """Undo `listen_to_optimizers`."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+    if not _listeners:
+        while _handles:
+            _handles.pop().remove()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    optimizer_steps.depth += 1
+    # Torch does not report a step that ends with an exception. So nothing is changed that would have to be undone.
+    stand_in = stand_in_for(optimizer) if why_not_by_unit(optimizer) is None else None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    # There are gradients only when the closure has run.
+    closure_then_tell = partial(_call_and_tell, optimizer, stand_in, closure)
+    if closure is None:
+        _tell(optimizer, stand_in)
+    elif len(args) > 1:
+        args = (args[0], closure_then_tell, *args[2:])
+    else:
+        kwargs = {**kwargs, "closure": closure_then_tell}
+    return (stand_in or optimizer, *args[1:]), kwargs
+
+
+def _call_and_tell(optimizer: Optimizer, stand_in: Optimizer | None, closure: Callable[[], Any]) -> Any:
+    for listener in list(_listeners):
+        listener.before_closure()
+    with optimizer_waits():  # the closure may use weights outside of modules
+        result = closure()
+    _tell(optimizer, stand_in)
+    return result
+
+
+def _tell(optimizer: Optimizer, stand_in: Optimizer | None) -> None:
+    if stand_in is not None:
+        vars(stand_in).update(vars(optimizer))  # a closure may have changed it
+    for listener in list(_listeners):
+        listener.before_step(optimizer, stand_in)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer_steps.depth = max(0, optimizer_steps.depth - 1)
+    for listener in reversed(_listeners):
+        listener.after_step(optimizer)
+
+
+def _clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
+) -> Any:
+    """Clip gradients as torch does; those of a model that streams are clipped when they are used, and not read here."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if norm_type == 2.0 and foreach is None:
+        for listener in _listeners:
+            total = listener.clipping.clip(listed, max_norm)
+            if total is not None:
+                return total
+    # an exhausted generator gets torch's warning
+    return _clip_by_torch(listed or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+_clip_by_torch = replace_wrapped(nn.utils.clip_grad_norm_, _clip_grad_norm_)

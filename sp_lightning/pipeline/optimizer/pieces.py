@@ -25,10 +25,11 @@ from sp_lightning.pipeline.weights.segment import Segment
 PIECES_AT_ONCE = 2  # one is stepped while the next one arrives, or the last one leaves
 
 
-def pack_state(unit: Unit, optimizer: Optimizer) -> None:
+def pack_state(unit: Unit, optimizer: Optimizer) -> bool:
     """Put the state of weights that are sent together in one block next to the masters, pinned as these are.
 
-    State that is not there yet gets new memory, because existing memory may hold the state of another optimizer.
+    State that is not there yet gets new memory, because existing memory may hold the state of another optimizer. If
+    there is no memory, return False; the state stays where it is.
     """
     for segment in unit.segments:
         with without_torch_function():
@@ -48,9 +49,13 @@ def pack_state(unit: Unit, optimizer: Optimizer) -> None:
         if before is not None and [value.data_ptr() - before.bytes.data_ptr() for *_, value in found] == offsets:
             continue
         segment.memory.release_companion("state")
-        memory = segment.memory.get_companion("state", nbytes, pin=True).bytes
+        try:
+            memory = segment.memory.get_companion("state", nbytes, pin=True).bytes
+        except (MemoryError, OSError):  # Python's map raises the latter
+            return False
         for (state, name, value), offset in zip(found, offsets, strict=True):
             state[name] = tensor_in(memory, offset, value, value.dtype).copy_(value)
+    return True
 
 
 class PieceBuffer:
@@ -79,7 +84,7 @@ class Piece:
     """
 
     def __init__(self, fields: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
-        self._host_parts = parts
+        self.host_parts = parts
         self._slices: dict[str, Tensor] = {}
         for name, memory in fields.items():
             tensors = [tensor for part in parts if (tensor := getattr(part.memory, name)) is not None]
@@ -98,7 +103,7 @@ class Piece:
         self.buffer = buffer
         self.up: list[tuple[Tensor, Tensor]] = []  # targets and sources
         self.down: list[tuple[Tensor, Tensor]] = []
-        on_device: list[dict[str, Tensor]] = [{} for _ in self._host_parts]
+        on_device: list[dict[str, Tensor]] = [{} for _ in self.host_parts]
         for (name, host), offset in zip(self._slices.items(), self._offsets, strict=True):
             device = buffer.bytes[offset : offset + host.nbytes]
             if name in ("weight", "copy"):  # the latter comes later, if there are copies
@@ -107,14 +112,14 @@ class Piece:
                 self.up.append((device, host))
             if name != "gradient":
                 self.down.append((host, device))
-            for part, found in zip(self._host_parts, on_device, strict=True):
+            for part, found in zip(self.host_parts, on_device, strict=True):
                 tensor = getattr(part.memory, name)
                 if tensor is not None:
                     begin = tensor.data_ptr() - host.data_ptr()
                     found[name] = device[begin : begin + tensor.nbytes].view(tensor.dtype)
         self.parts = [
             part._replace(memory=Memory(*map(found.get, Memory._fields)))
-            for part, found in zip(self._host_parts, on_device, strict=True)
+            for part, found in zip(self.host_parts, on_device, strict=True)
         ]
 
 

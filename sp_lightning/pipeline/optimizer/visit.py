@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -32,12 +33,13 @@ from sp_lightning.optim.passes import Work, run, taken
 from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients
-from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, Backend, is_out_of_memory
+from sp_lightning.pipeline.lanes.backend import BEFORE_OTHER_WORK, UPDATE_KINDS, Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import DeferredTicket, Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import Step, StepInput
 from sp_lightning.pipeline.optimizer.pieces import (
     PIECES_AT_ONCE,
+    Part,
     Piece,
     PieceBuffer,
     pack_state,
@@ -109,18 +111,21 @@ class Visit(DeferredTicket):
 
     def _begin_pieces(self) -> None:
         """Ask the device for all pieces."""
+        backend = self._visits.backend
         last: Sequence[Ticket] = ()
         # or tensors of a visit that an evaluation's forward begins could not be used in training
         with torch.inference_mode(False), self._visits.asking:
             passes: list[Pass] = []
-            for one_pass, work, _, factors in self.keeps_alive:
-                passes += one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
+            for one_pass, work, gradient, factors in self.keeps_alive:
+                (step,) = one_pass.passes_of([work._replace(scaling=scaling_of(factors))])
+                passes.append(step._replace(memory=step.memory._replace(gradient=gradient)))
             try:
                 for piece in self._pieces:
                     last = self._send(piece, passes, last)
             except BaseException:
-                for ticket in last:  # others may get the place, and the masters, that earlier pieces write to
-                    ticket.join()
+                # Others may get the memory that the pieces work with.
+                for kind in UPDATE_KINDS:
+                    backend.submit_to_lane(kind, Job()).join()
                 raise
         self.ready.ticket, self.ticket = last
 
@@ -133,10 +138,12 @@ class Visit(DeferredTicket):
         """Ask for a piece after the last one; return when it is stepped, and when it has come down."""
         name, stats, trace = self._unit.name, self._visits.stats, self._visits.backend.trace
         up, down = (sum(target.nbytes for target, _ in copies) for copies in (piece.up, piece.down))
-        earlier = [self._earlier, piece.buffer.ticket]
+        # the last piece in this buffer may have failed, which does not concern this one
+        earlier = [self._earlier, *[ticket for ticket in [piece.buffer.ticket] if not ticket.done]]
         come = Job(partial(self._copy, piece.up), earlier, up)
         arrived = trace.submit_to_lane(Kind.STATE_UP, name, come)
-        step = Job(partial(self._step, piece, passes, self.keeps_alive), [arrived, *last[:1]], piece.stepped_bytes)
+        action = partial(self._step, piece, passes, arrived)
+        step = Job(action, [arrived, *last[:1]], piece.stepped_bytes)
         ready = trace.submit_to_lane(Kind.VISIT, name, step)
         leave = Job(partial(self._copy, piece.down), [ready, *last[1:]], down)
         gone = trace.submit_to_lane(Kind.STATE_DOWN, name, leave)
@@ -150,20 +157,38 @@ class Visit(DeferredTicket):
         for target, source in pairs:
             self._visits.backend.copy(target, source)
 
-    def _step(self, piece: Piece, passes: Sequence[Pass], updates: Sequence[_Update]) -> None:
-        """Update a piece in its buffer, in a lane of its own, and put new weights where they are needed."""
+    def _step(self, piece: Piece, passes: Sequence[Pass], arrived: Ticket) -> None:
+        """Update a piece in its buffer, in a lane of its own, and put new weights where they are needed.
+
+        If the device cannot, as it has no memory for that, the host updates the piece, which it still has as it was.
+        """
         with untracked():
-            steps: list[Pass] = []
-            for number, begin, memory in piece.parts:
-                if memory.gradient is None:
-                    end = begin + memory.weight.numel()
-                    gradient = flat(updates[number].gradient)[begin:end]
-                    memory = memory._replace(gradient=gradient)
-                steps.append(passes[number]._replace(memory=memory, begin=begin))
-            run(steps)
+            try:
+                _run(piece.parts, passes)
+            except Exception as error:
+                arrived.join()
+                _run(piece.host_parts, passes)
+                self._copy([(source, target) for target, source in piece.down])
+                warnings.warn(
+                    f"superpipeline: the CPU had to update a part of {self._unit.name!r}, as the "
+                    f"GPU could not: {error}",
+                    stacklevel=2,
+                )
             if self._is_placed:
                 start, sent = piece.sent
                 self._segment.place[start : start + sent.nbytes].copy_(sent)
+
+
+def _run(parts: Sequence[Part], passes: Sequence[Pass]) -> None:
+    """Update parts of weights where they are, by the passes over the whole weights."""
+    steps: list[Pass] = []
+    for number, begin, memory in parts:
+        if memory.gradient is None:
+            end = begin + memory.weight.numel()
+            gradient = flat(passes[number].memory.gradient)[begin:end]
+            memory = memory._replace(gradient=gradient.to(memory.weight.device))
+        steps.append(passes[number]._replace(memory=memory, begin=begin))
+    run(steps)
 
 
 class Visits:
@@ -220,7 +245,8 @@ class Visits:
             updates.append(_Update(one_pass, work, tensor, gradient.factors))
         if not any(update.work.weight.numel() for update in updates):
             return ""  # there is nothing to move
-        pack_state(of_segment.unit, step.optimizer)
+        if not pack_state(of_segment.unit, step.optimizer):
+            return "CPU memory has no room for optimizer state in one block"
         try:
             pieces = self._pieces_of(of_segment, updates)
         except RuntimeError as error:
@@ -268,6 +294,7 @@ class Visits:
     def close(self) -> None:
         """Let go of the memory for pieces, when nothing is in it any more."""
         for buffer in self._buffers:
-            buffer.ticket.join()
+            with suppress(Exception):  # others have raised it
+                buffer.ticket.join()
         self._buffers = []
         self._known.clear()

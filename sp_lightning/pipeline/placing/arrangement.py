@@ -335,7 +335,7 @@ class Arrangement:
     def detach_weights(self) -> None:
         """Release twins and host memory, because no leaf stands for a weight any more. Idempotent."""
         for unit in self.all_units:
-            # Saved weights refer to units, which must not refer to the module (see nodes.py).
+            # Saved weights refer to units, which must not refer to the module (see calls/backward.py).
             unit.members.clear()
         # This object is part of reference cycles. Memory must not stay until the garbage collector runs.
         for segment in self.segments:

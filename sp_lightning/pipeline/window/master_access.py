@@ -18,6 +18,7 @@ mode. A weight that changes unseen is compared with its master whenever other we
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -56,6 +57,13 @@ class MasterAccess:
             if unit.update.to_begin is not None:
                 unit.update.to_begin.begin(in_place=False)
             self.backend.trace.join(work, "optimizer")
+        except Exception:
+            warnings.warn(
+                f"superpipeline: the update of {unit.name!r} has failed. Some weights may have taken "
+                "this step, and others not: continue from a checkpoint.",
+                stacklevel=2,
+            )
+            raise
         finally:
             if work.done:  # an interrupt may have ended the wait
                 unit.update.ticket = None

@@ -131,6 +131,8 @@ class Window(MasterAccess):
 
     def bring(self, unit: Unit) -> None:
         """Make the unit's weights readable for everything that is launched on the device from now on."""
+        if self.backend.stream_of_step is not None:
+            self.backend.check_stream(f"Unit {unit.name!r}")
         if unit.presence.suspect:
             self._verify(unit)
         if unit.presence.residency is Residency.READABLE:

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
 
 from sp_lightning.pipeline import Pipeline
-from sp_lightning.pipeline.calls.masters import in_graphs
+from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.options import Policy
 
 from ...helpers import attached
