@@ -10,7 +10,7 @@ are `exp_avg_codes`, next to their `exp_avg_scale`; an `exp_avg_sq` whose sign t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,16 +80,6 @@ def is_compact(state: State) -> bool:
     """Tell whether torch's optimizers cannot read state: of half a master, in codes, or of one moment."""
     has_one_moment = "exp_avg" in state and "exp_avg_sq" not in state
     return has_one_moment or any(name == "low" or name.endswith("_codes") for name in state)
-
-
-def count_in(states: Sequence[State]) -> list[float]:
-    """Count a step, and return its number in each state."""
-    if not states:
-        return []
-    counters = [state["step"] for state in states]
-    torch._foreach_add_(counters, 1.0)
-    numbers: list[float] = torch.stack(counters).tolist()
-    return numbers
 
 
 def lies_like(tensor: Tensor, like: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import MOMENT_NAMES, fills_memory, lies_like
 from sp_lightning.optim.optimizers import Adam, AdamW
-from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.passes import Work, count, passes_of, run, step_weights
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
 _OF_TORCH = (torch.optim.AdamW, torch.optim.Adam)
@@ -79,11 +79,15 @@ class OnePass:
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""
         assert self._update is not None
-        return passes_of(self._update, self._settings, works)
+        works_of_group = [(self._settings, work) for work in works]
+        passes = passes_of(self._update, works_of_group)
+        count(works_of_group)
+        return passes
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
-        run(self.passes_of(works))
+        assert self._update is not None
+        step_weights(self._update, [(self._settings, work) for work in works])
 
 
 def _is_plain(optimizer: Optimizer, settings: dict[str, Any]) -> bool:

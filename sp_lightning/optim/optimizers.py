@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import GROUP, State, check_group, is_compact, make_state
 from sp_lightning.optim.on_device import load_weight
-from sp_lightning.optim.passes import Work, passes_of, run
-from sp_lightning.optim.rules import Pass, SignUpdate, Update
+from sp_lightning.optim.passes import Work, passes_of, run, step_weights
+from sp_lightning.optim.rules import SignUpdate, Update
 
 COMPACT = "compact"
 """The key that only the last param group of a checkpoint of compact state has.
@@ -76,11 +76,13 @@ class AdamW(Optimizer):
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in stepped):
             raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
-        passes: list[Pass] = []
-        for group in self.param_groups:
-            works = [Work(p, p.grad, self.state[p]) for p in group["params"] if p.grad is not None]
-            passes += passes_of(self.update, group, works)
-        run(passes)
+        works = [
+            (group, Work(p, p.grad, self.state[p]))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        step_weights(self.update, works)
         increment_version(stepped)
         return loss
 
@@ -92,7 +94,7 @@ class AdamW(Optimizer):
                     weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
                     gradient = torch.zeros_like(weight, dtype=of_gradient)
                     copy = None if of_gradient == dtype else torch.zeros_like(gradient)
-                    run(passes_of(self.update, group, [Work(weight, gradient, {}, copy)]))
+                    run(passes_of(self.update, [(group, Work(weight, gradient, {}, copy))]))
 
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from sp_lightning import optim
 from sp_lightning.optim import one_kernel, passes
 from sp_lightning.optim.on_device import BYTES_MEANWHILE
-from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.passes import Work, run
 from sp_lightning.optim.rules import Scaling
 
-from ..optim.parts import CASES, compare
+from ..optim.parts import CASES, begin_step, compare
 from ..second_device import some
 
 pytest.importorskip("numba")
@@ -43,7 +43,7 @@ def test_what_a_step_takes_meanwhile(dtype: torch.dtype, moments: str, factor: f
     optimizer = optim.AdamW([weight], moments=moments)
     optimizer.step()
     work = Work(weight.detach(), weight.grad, optimizer.state[weight], None, Scaling(np.float32(factor)))
-    passes = passes_of(optimizer.update, optimizer.param_groups[0], [work])
+    passes = begin_step(optimizer, [work])
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run(passes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from sp_lightning import optim
 from sp_lightning.optim.on_device import load_weight, step_on_device
-from sp_lightning.optim.passes import Work, passes_of, run
-from sp_lightning.optim.rules import Memory, Scaling
+from sp_lightning.optim.passes import Work, count, passes_of, run
+from sp_lightning.optim.rules import Memory, Pass, Scaling
 
 from ..helpers import never_waiting
 
@@ -53,7 +54,7 @@ def begun(
     weight = numbers(SIZE, only_finite).to(dtype)
     optimizer = cls([weight], **options)
     state = optimizer.state[weight]
-    passes_of(cls.update, optimizer.param_groups[0], [Work(weight, weight, state)])
+    begin_step(optimizer, [Work(weight, weight, state)])
     for name, value in state.items():
         if name == "low":
             value.copy_(torch.randint(0, 1 << 16, (SIZE,)))
@@ -65,6 +66,14 @@ def begun(
             value.copy_(numbers(SIZE, only_finite).square())
             value[STILL] = torch.tensor([0.0, -0.0]).repeat(STILL.stop // 2)  # was up, or not
     return optimizer, weight
+
+
+def begin_step(optimizer: optim.AdamW, works: Sequence[Work]) -> list[Pass]:
+    """Passes of the step that comes next, which is counted."""
+    in_group = [(optimizer.param_groups[0], work) for work in works]
+    passes = passes_of(optimizer.update, in_group)
+    count(in_group)
+    return passes
 
 
 def moved(memory: Memory, device: torch.device) -> Memory:
@@ -124,7 +133,7 @@ def compare(
         gradient = numbers(SIZE, is_near).to(torch.bfloat16 if number % 2 else dtype)
         gradient[STILL] = 0
         work = Work(weight, gradient, optimizer.state[weight], copy, scaling)
-        (step,) = passes_of(cls.update, optimizer.param_groups[0], [work])
+        (step,) = begin_step(optimizer, [work])
         if ours is None or is_near:
             ours = moved(step.memory, device)
         ours = ours._replace(gradient=gradient.to(device))

@@ -20,7 +20,7 @@ from sp_lightning.optim.on_device import Effort, step_on_device
 from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
-from .parts import CASES, assert_near, assert_same_bits, compare, needs_numba
+from .parts import CASES, assert_near, assert_same_bits, begin_step, compare, needs_numba
 
 pytestmark = needs_numba
 
@@ -51,7 +51,7 @@ def test_one_kernel_takes_any_number_of_groups_anywhere(monkeypatch: pytest.Monk
     for sizes in [[1], [7, 2, 1], [64]]:
         steps, memory = steps_in_line([GROUP * size for size in sizes], "int8", dtype)
         expected, by_kernels = steps_in_line([GROUP * size for size in sizes], "int8", dtype)
-        passes._run_kernels(expected)
+        run(expected)
         (step,) = on_device.together(steps)
         with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
             step_on_device(step)
@@ -82,7 +82,7 @@ def test_without_a_compiler_torchs_operations_update(
 
 def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a weight whose dimensions lie in another order."""
-    monkeypatch.setattr(passes, "_run_kernels", lambda steps: [step_on_device(step) for step in steps])
+    monkeypatch.setattr(passes, "loop_of", lambda kind: None)
 
     def stepped(piece: int) -> list[Tensor]:
         monkeypatch.setattr(on_device, "PIECE", piece)
@@ -129,7 +129,7 @@ def test_a_pass_takes_as_much_of_a_device_as_plans_count(
     copy = None if dtype == torch.bfloat16 else torch.empty_like(gradient)
     optimizer = optim.AdamW([nn.Parameter(weight)], moments=moments)
     work = passes.Work(weight, gradient, {}, copy, Scaling(np.float32(0.5)))
-    (step,) = passes.passes_of(optimizer.update, optimizer.param_groups[0], [work])
+    (step,) = begin_step(optimizer, [work])
     with Kernels() as kernels:
         step_on_device(step)
         place.copy_(weight if copy is None else copy)
@@ -149,7 +149,7 @@ def steps_in_line(sizes: Sequence[int], moments: str, dtype: torch.dtype) -> tup
     weights = [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
     optimizer = optim.AdamW(weights, moments=moments)
     works = [passes.Work(weight.detach(), torch.randn_like(weight), optimizer.state[weight]) for weight in weights]
-    steps = passes.passes_of(optimizer.update, optimizer.param_groups[0], works)
+    steps = begin_step(optimizer, works)
     fields = [*zip(*[step.memory for step in steps], strict=True)]
     lying = [None if tensors[0] is None else torch.cat(tensors) for tensors in fields]
     parts = [

@@ -365,7 +365,7 @@ def test_a_weight_without_elements(by, moments, monkeypatch):
     """Beside others, and beside another one."""
     if by != "kernels":
         chosen = on_device.together if by == "torch, together" else list
-        monkeypatch.setattr(passes, "_run_kernels", lambda steps: [*map(on_device.step_on_device, chosen(steps))])
+        monkeypatch.setattr(passes, "_batches_of", lambda steps: [passes._Batch(chosen(steps))])
 
     def trained(shapes):
         weights = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
