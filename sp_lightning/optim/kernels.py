@@ -24,6 +24,7 @@ from numba.core.registry import cpu_target
 from sp_lightning.optim.codecs import (
     F32,
     I8,
+    I16,
     SOURCES,
     U8,
     U16,
@@ -160,7 +161,7 @@ def compile_loop(kind: Kind) -> Any:
             group = 4 * (start // GROUP)
             memory = Memory(
                 carray(pointer_to(row[0] + kind.weight * start), size, weight),
-                carray(pointer_to(row[1] + kind.low * start), size, U16),
+                carray(pointer_to(row[1] + kind.low * start), size, I16),
                 carray(pointer_to(row[2] + kind.gradient * start), size, gradient),
                 carray(pointer_to(row[3] + kind.first * start), size, first),
                 carray(pointer_to(row[4] + kind.second * start), size, second),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import GROUP, flat
+from sp_lightning.optim.layout import GROUP, LARGEST_FIRST, LARGEST_SECOND, flat
 from sp_lightning.optim.one_kernel import is_possible, run_as_one_kernel
 from sp_lightning.optim.rules import Memory, Pass, Scaling
 
@@ -56,7 +56,7 @@ class Effort(NamedTuple):
             nbytes = 19 if has_codes else 30
             return cls(2, nbytes if has_halves else 21)
         if has_codes:
-            return cls(55, 383) if has_halves else cls(41, 261)
+            return cls(57, 399) if has_halves else cls(43, 277)
         return cls(27, 215) if has_halves else cls(7, 52)
 
 
@@ -164,7 +164,8 @@ def operate(memory: Memory, scaling: Scaling, update: Callable[..., None], seed:
         moments[-1].view(torch.int32).add_(was_up, alpha=-(1 << 31))
     for (moment, scales), value in zip(kept, moments, strict=True):
         if scales is not None:
-            pack(moment, scales, value, seed)
+            largest = LARGEST_SECOND if moment.dtype == torch.uint8 else LARGEST_FIRST
+            pack(moment, scales, value.clamp_(-largest, largest), seed)
         elif value is not moment:
             moment.copy_(value)
 
@@ -193,13 +194,12 @@ def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tens
     """Return the master, where it lies or as a copy; the sign of `ties` tells how a tie was rounded, up without it."""
     if low is None:
         return weight.float()
-    lower = low.view(torch.int16)  # negative if the upper half was rounded up
     master = weight.float()
     bits = master.view(torch.int32)
-    if ties is None:
-        return bits.add_(lower).view(torch.float32)
+    if ties is None:  # the lower half is negative if the upper one was rounded up
+        return bits.add_(low).view(torch.float32)
     at_tie = ties.signbit().logical_not_()
-    return bits.add_(lower.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
+    return bits.add_(low.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
 
 
 def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
@@ -210,7 +210,7 @@ def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
         return None
     # every NaN has the bits that `.bfloat16()` makes of it
     bits = p.masked_fill_(p != p, math.nan).view(torch.int32)
-    memory.low.view(torch.int16).copy_(bits)
+    memory.low.copy_(bits)
     if not has_sign:
         memory.weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,12 @@ COMPACT = "compact"
 
 Its value explains that to a reader.
 """
+
+_BESIDE_OPTIONS = {
+    "params", "param_names", "name", "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr", "base_momentum",
+    "max_momentum",
+}  # fmt: skip
+"""What a param group has beside options: its parameters, labels, and notes of the schedulers of torch and timm."""
 
 
 class AdamW(Optimizer):
@@ -47,21 +53,20 @@ class AdamW(Optimizer):
         moments: str = "fp32",
         **unknown: Any,
     ) -> None:
-        for name in unknown:
-            raise TypeError(
-                f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case. "
-                "docs/optimizers.md has what it takes."
-            )
+        _refuse(unknown, self)
         # torch's Adam accepts and refuses the same options
         torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group."""
+        """Add a param group. Options of torch's optimizers may be in it if they are off."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        unknown = group.keys() - self.defaults.keys() - _BESIDE_OPTIONS
         try:
-            check_group(self.param_groups[-1])
+            _refuse([name for name in unknown if group[name] is not None and group[name] is not False], self)
+            check_group(group)
         except Exception:
             del self.param_groups[-1]
             raise
@@ -130,12 +135,24 @@ class AdamW(Optimizer):
             saved = saved_groups[number]
             _check_options(saved, own, self.update.is_decoupled)
             saved_groups[number] = {**own, **saved}
+        # all of it before any is taken; torch refuses other numbers of groups and parameters
+        loaded = {
+            p: _loaded(state_dict["state"][number], make_state(p, group, self.update.moments))
+            for group, saved in zip(self.param_groups, saved_groups, strict=False)
+            for p, number in zip(group["params"], saved["params"], strict=False)
+            if state_dict["state"].get(number)
+        }
         # torch would cast all state to the dtype of the weight
         super().load_state_dict({**state_dict, "param_groups": saved_groups, "state": {}})
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            for p, number in zip(group["params"], saved["params"], strict=True):
-                if state_dict["state"].get(number):
-                    self.state[p] = _loaded(state_dict["state"][number], make_state(p, group, self.update.moments))
+        self.state.update(loaded)
+
+
+def _refuse(unknown: Iterable[str], optimizer: Optimizer) -> None:
+    for name in unknown:
+        raise TypeError(
+            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`: its step is fused in any case. "
+            "docs/optimizers.md has what it takes."
+        )
 
 
 def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: bool) -> None:
@@ -167,7 +184,10 @@ def _loaded(saved: State, state: State) -> State:
             f"The checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}. "
             "Load it into an optimizer of the class that saved it."
         )
-    for name, value in saved.items():
+    for name, number_or_tensor in saved.items():
+        value = torch.as_tensor(number_or_tensor)  # old versions of torch count steps by integers
+        if name == "low":
+            value = value.view(torch.int16)  # it was kept as uint16
         if value.numel() != state[name].numel():
             saved_shape, shape = tuple(value.shape), tuple(state[name].shape)
             raise ValueError(f"The checkpoint's {name} has the shape {saved_shape}, the parameter's {shape}.")

@@ -58,7 +58,7 @@ def begun(
     for name, value in state.items():
         if name == "low":
             value.copy_(torch.randint(0, 1 << 16, (SIZE,)))
-            value[STILL] = 1 << 15
+            value[STILL] = -(1 << 15)
         elif name == "exp_avg":
             value.copy_(numbers(SIZE, only_finite))
             value[STILL] = 0

@@ -83,16 +83,20 @@ def test_int8_is_the_nearest_code(count):
 
 
 def test_uint8_is_unbiased_and_never_less_than_one_step():
-    """Weights are divided by it. The noise depends on a value, so groups differ a little."""
+    """Weights are divided by it.
+
+    The noise depends on a value, so groups differ by enough that hardly two of 4,096 values are equal. The error of a
+    mean is at most half a step over the root of their number; five times that is passed once in 14,000 runs.
+    """
     torch.manual_seed(0)
     group = torch.rand(GROUP).clamp(min=0.01).square()
     group[:4] = torch.tensor([0.0, 1e-30, 1e-12, 1.0])
-    groups = group * (1 - 1e-4 * torch.rand(4096, GROUP))
+    groups = group * (1 - 1e-2 * torch.rand(4096, GROUP))
     groups[:, 3] = 1
     *_, back = packed(groups.flatten(), torch.uint8)
     roots = back.sqrt().view(4096, GROUP).double()
     away = (roots - groups.double().sqrt()).mean(0)
-    assert (away[3:].abs() < 4 * 0.5 / 256 / 4096**0.5).all()
+    assert (away[3:].abs() < 5 * 0.5 / 256 / 4096**0.5).all()
     assert torch.equal(roots[:, :3], torch.full((4096, 3), 1 / 256).double())
 
 

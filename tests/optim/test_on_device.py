@@ -80,6 +80,31 @@ def test_without_a_compiler_torchs_operations_update(
     assert "cannot compile updates on the GPU (IndexError: list index out of range)" in record.getMessage()
 
 
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Lion])
+@pytest.mark.parametrize("gradient", [1e19, -1e21, 3e38])
+def test_one_huge_gradient_is_the_same_on_both(
+    gradient: float, kind: type[optim.AdamW], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its square is infinite in FP32. With int8 moments, it slows a group down for a while, and stops nothing."""
+
+    def trained(steps: int) -> Tensor:
+        weight = nn.Parameter(torch.ones(300))
+        optimizer = kind([weight], lr=0.1, betas=(0.9, 0.5), moments="int8")
+        for number in range(steps):
+            weight.grad = torch.ones_like(weight)
+            if number == 0:
+                weight.grad[0] = gradient
+            optimizer.step()
+        assert all(value.isfinite().all() for value in optimizer.state[weight].values())
+        return weight.detach()
+
+    by_kernels = trained(3)
+    assert (trained(500)[1:128] < by_kernels[1:128] - 1).all(), "the others of its group go on"
+    monkeypatch.setattr(passes, "loop_of", lambda kind: None)
+    torch.testing.assert_close(trained(3), by_kernels, rtol=1e-5, atol=1e-5)
+    assert abs(by_kernels[0]) < 3
+
+
 def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a weight whose dimensions lie in another order."""
     monkeypatch.setattr(passes, "loop_of", lambda kind: None)
