@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.optim.layout import GROUP, LARGEST_FIRST, LARGEST_SECOND, flat
-from sp_lightning.optim.one_kernel import is_possible, run_as_one_kernel
+from sp_lightning.optim.one_kernel import compile_kernel, is_possible, layout_of, run_as_one_kernel
 from sp_lightning.optim.rules import Memory, Pass, Scaling
 
 PIECE = 1 << 23
@@ -131,12 +131,22 @@ def part_of(memory: Memory, begin: int, end: int) -> Memory:
     return Memory(*tensors, *scales)
 
 
-def _step(step: Pass) -> None:
+def compile_for(steps: Sequence[Pass]) -> None:
+    """Compile kernels for passes on a device, where these are one kernel each."""
+    for layout in {layout_of(step) for step in steps if _may_be_compiled(step)}:
+        compile_kernel(operate, layout)
+
+
+def _may_be_compiled(step: Pass) -> bool:
     # torch's optimizers keep torch's bits; an update of one moment is a few operations anyway
-    may_be_compiled = "moments" in step.group and step.update.moments == 2
+    is_worth_it = "moments" in step.group and step.update.moments == 2
+    return is_worth_it and step.memory.weight.numel() >= GROUP
+
+
+def _step(step: Pass) -> None:
     has_whole_groups = step.memory.weight.numel() % GROUP == 0
     seed = torch.tensor(step.seed - (1 << 31), dtype=torch.int32, device="cpu")
-    if may_be_compiled and has_whole_groups and run_as_one_kernel(step, operate, seed):
+    if has_whole_groups and _may_be_compiled(step) and run_as_one_kernel(step, seed):
         return
     update = partial(step.update.by_torch, step.group, step.step)
     operate(step.memory, step.scaling, update, seed)

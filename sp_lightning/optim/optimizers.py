@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import GROUP, State, check_group, is_compact, make_state
 from sp_lightning.optim.on_device import load_weight
-from sp_lightning.optim.passes import Work, passes_of, run, step_weights
+from sp_lightning.optim.passes import Work, step_weights
 from sp_lightning.optim.rules import SignUpdate, Update
 
 COMPACT = "compact"
@@ -91,15 +91,22 @@ class AdamW(Optimizer):
         increment_version(stepped)
         return loss
 
-    def compile_updates(self, device: torch.device) -> None:
-        """Compile the kernels that update weights on an accelerator, if possible, by one small update of each kind."""
+    def compile_updates(self, device: torch.device, lowered: Collection[torch.dtype]) -> None:
+        """Compile the kernels that update weights on an accelerator, as far as possible, before a step needs them.
+
+        Args:
+            device: The accelerator.
+            lowered: The dtypes of copies of FP32 weights, with which autocast computes. Gradients of such weights come
+                in that dtype, or in FP32, where they add up.
+        """
         for group in self.param_groups if device.type != "cpu" else ():
             for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
-                for of_gradient in {dtype, torch.bfloat16}:
-                    weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
-                    gradient = torch.zeros_like(weight, dtype=of_gradient)
-                    copy = None if of_gradient == dtype else torch.zeros_like(gradient)
-                    run(passes_of(self.update, [(group, Work(weight, gradient, {}, copy))]))
+                weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
+                works = [Work(weight, torch.zeros_like(weight), {})]
+                for other in lowered if dtype == torch.float32 else ():
+                    copy = torch.zeros_like(weight, dtype=other)
+                    works += [Work(weight, torch.zeros_like(like), {}, copy) for like in (weight, copy)]
+                step_weights(self.update, [(group, work) for work in works])
 
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""

@@ -31,7 +31,7 @@ from sp_lightning.optim.layout import (
     make_state,
     moment_in,
 )  # fmt: skip
-from sp_lightning.optim.on_device import step_on_device, together
+from sp_lightning.optim.on_device import compile_for, step_on_device, together
 from sp_lightning.optim.rules import NO_SCALING, Kind, Memory, Pass, Rule, Scaling, Update
 
 _RANGE = 256 * BLOCK  # elements that are worth another thread
@@ -71,6 +71,7 @@ def step_weights(update: Update, works: Sequence[GroupAndWork]) -> None:
     if not works:
         return
     passes = passes_of(update, works)
+    compile_for([step for step in passes if not step.memory.weight.is_cpu])
     batches = _batches_of(passes)
     count(works)
     _run(passes, batches)
