@@ -72,8 +72,9 @@ class SuperpipelineTrainerMixin:
         if trainers and order.index(trainers[-1]) < order.index(SuperpipelineTrainerMixin):
             bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise TypeError(
-                f"{cls.__name__}({bases}) would not stream, because SuperpipelineTrainerMixin comes after the "
-                f"Trainer's class. Put it first: `class {cls.__name__}(SuperpipelineTrainerMixin, ...)`."
+                f"{cls.__name__}({bases}) would not stream, because SuperpipelineTrainerMixin comes "
+                "after the Trainer's class. Put it first: "
+                f"`class {cls.__name__}(SuperpipelineTrainerMixin, ...)`."
             )
 
     def __init__(
@@ -165,8 +166,9 @@ class SuperpipelineTrainerMixin:
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             name = type(model).__name__
             raise ValueError(
-                f"The {name} was loaded with a `device_map` of several devices: load it with `device_map=None`. "
-                "If the Trainer has loaded it by name, give it `args`, too, such as `args=SFTConfig(...)`."
+                f"The {name} was loaded with a `device_map` of several devices: load it with "
+                "`device_map=None`. If the Trainer has loaded it by name, give it `args`, too, such "
+                "as `args=SFTConfig(...)`."
             )
         pipeline = Pipeline(model, self.args.device, options=self.streaming, planner=AutoPlanner())
         self.pipelines.append(self._streamed_scope.enter_context(pipeline))

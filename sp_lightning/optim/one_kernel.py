@@ -4,10 +4,10 @@ There is a kernel for each way that memory lies, over any number of groups. It i
 inductor keeps it on disk. `torch.compile` of a function would compile again in the middle of a step: for another
 default dtype, under autocast, or for tensors that share memory.
 
-[Note: bits of one kernel] A GPU rounds a product and a sum once, where they are a fused multiply-add. Before torch has
-the option `division_rounding`, a quotient may be 2 units of its last place away from the nearest number. Torch's own
-CUDA kernels have such sums, too, but others. So the last bits of weights differ from those of torch's operations, and a
-code that lay halfway may be the next one.
+[Note: bits of one kernel] A GPU rounds a product and a sum once, where they are a fused multiply-add. Torch's own CUDA
+kernels have such sums, too, but others. If torch has no option `division_rounding`, a quotient may be two units of its
+last place away from the nearest number. So the last bits of weights differ from those of torch's operations, and a code
+that lay halfway may be the next one.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ def compile_kernel(operations: Operations, layout: Layout) -> None:
             _WITHOUT.add(device.type)
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             _LOG.warning(
-                "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many kernels "
-                "instead of one. The numbers are the same, but for last bits and the rounding of codes; with int8 "
-                "moments an update moves 399 bytes of GPU memory for each parameter instead of 19.",
+                "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many "
+                "kernels instead of one. The numbers are the same, but for last bits and the rounding "
+                "of codes. With int8 moments an update moves 399 bytes of GPU memory for each "
+                "parameter instead of 19.",
                 reason,
             )
 
@@ -135,7 +136,8 @@ def _compile(
 
     numbers = [torch.float32] * len(Rule._fields + Scaling._fields)
     with mode:
-        examples: list[Any] = [example(dtype, *shape) for dtype, shape in zip(dtypes, _SHAPES, strict=True) if dtype]
+        fields = zip(dtypes, _SHAPES, strict=True)
+        examples: list[Any] = [example(dtype, *shape) for dtype, shape in fields if dtype]
         examples += map(example, [*numbers, torch.int32])
         graph = make_fx(call)(*examples)
     known = torch._inductor.list_options()

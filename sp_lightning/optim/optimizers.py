@@ -22,10 +22,10 @@ Its value explains that to a reader.
 """
 
 _BESIDE_OPTIONS = {
-    "params", "param_names", "name", "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr", "base_momentum",
-    "max_momentum",
+    "params", "param_names", "name",
+    "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
 }  # fmt: skip
-"""What a param group has beside options: its parameters, labels, and notes of the schedulers of torch and timm."""
+"""Param groups have these beside options: parameters, labels, and notes of the schedulers of torch and timm."""
 
 
 class AdamW(Optimizer):
@@ -64,8 +64,9 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         unknown = group.keys() - self.defaults.keys() - _BESIDE_OPTIONS
+        off = {name for name in unknown if group[name] is None or group[name] is False}
         try:
-            _refuse([name for name in unknown if group[name] is not None and group[name] is not False], self)
+            _refuse(unknown - off, self)
             check_group(group)
         except Exception:
             del self.param_groups[-1]
@@ -82,7 +83,7 @@ class AdamW(Optimizer):
         if any(p.grad.is_sparse for p in stepped):
             raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
         works = [
-            (group, Work(p, p.grad, self.state[p]))
+            Work(p, p.grad, self.state[p], group=group)
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None
@@ -102,11 +103,12 @@ class AdamW(Optimizer):
         for group in self.param_groups if device.type != "cpu" else ():
             for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
                 weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
-                works = [Work(weight, torch.zeros_like(weight), {})]
+                works = [Work(weight, torch.zeros_like(weight), {}, group=group)]
                 for other in lowered if dtype == torch.float32 else ():
                     copy = torch.zeros_like(weight, dtype=other)
-                    works += [Work(weight, torch.zeros_like(like), {}, copy) for like in (weight, copy)]
-                step_weights(self.update, [(group, work) for work in works])
+                    gradients = torch.zeros_like(weight), torch.zeros_like(copy)
+                    works += [Work(weight, gradient, {}, copy, group=group) for gradient in gradients]
+                step_weights(self.update, works)
 
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
@@ -157,8 +159,8 @@ class AdamW(Optimizer):
 def _refuse(unknown: Iterable[str], optimizer: Optimizer) -> None:
     for name in unknown:
         raise TypeError(
-            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`: its step is fused in any case. "
-            "docs/optimizers.md has what it takes."
+            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`: its step is "
+            "fused in any case. docs/optimizers.md has what it takes."
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,10 @@ from sp_lightning.optim.rules import NO_SCALING, Kind, Memory, Pass, Rule, Scali
 
 _RANGE = 256 * BLOCK  # elements that are worth another thread
 _LOG = logging.getLogger(__name__)
-_WITH_CACHE = "set NUMBA_CACHE_DIR to a folder that can be written, on a disk with room"
+_CANNOT_COMPILE = (
+    "compile its kernels",
+    "set NUMBA_CACHE_DIR to a folder that can be written, on a disk with room",
+)
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -52,10 +55,7 @@ class Work(NamedTuple):
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
     # the scaling of the gradient before the update; None if there are too many factors
     scaling: Scaling | None = NO_SCALING
-
-
-GroupAndWork: TypeAlias = tuple[dict[str, Any], Work]
-"""Work with the param group that has its options."""
+    group: dict[str, Any] = {}  # the options of its param group
 
 
 class _Batch(NamedTuple):
@@ -66,8 +66,8 @@ class _Batch(NamedTuple):
     rule: Rule | None = None
 
 
-def step_weights(update: Update, works: Sequence[GroupAndWork]) -> None:
-    """Make a step. Whatever may fail is done before the first count, weight or state changes."""
+def step_weights(update: Update, works: Sequence[Work]) -> None:
+    """Make a step. State and kernels, which may fail, are made before the first count or weight changes."""
     if not works:
         return
     passes = passes_of(update, works)
@@ -77,31 +77,32 @@ def step_weights(update: Update, works: Sequence[GroupAndWork]) -> None:
     _run(passes, batches)
 
 
-def passes_of(update: Update, works: Sequence[GroupAndWork]) -> list[Pass]:
+def passes_of(update: Update, works: Sequence[Work]) -> list[Pass]:
     """Return the passes of the step that comes next; the first step makes the state of our optimizers."""
-    states = [
+    with_state = [
         # torch's make their state themselves
-        work.state if work.state or "moments" not in group else make_state(work.weight, group, update.moments)
-        for group, work in works
-    ]
-    taken_by = [taken(work._replace(state=state)) for (_, work), state in zip(works, states, strict=True)]
-    for (_, work), state in zip(works, states, strict=True):
-        work.state.update(state)
-    numbers = torch.stack([state["step"] for state in states]).tolist()
+        work if work.state or "moments" not in work.group
+        else work._replace(state=make_state(work.weight, work.group, update.moments))
+        for work in works
+    ]  # fmt: skip
+    taken_by = [taken(work) for work in with_state]
+    for work, made in zip(works, with_state, strict=True):
+        work.state.update(made.state)
+    numbers = torch.stack([work.state["step"] for work in works]).tolist()
     return [
-        Pass(update, group, number + 1, *memory)
-        for (group, _), number, memory in zip(works, numbers, taken_by, strict=True)
+        Pass(update, work.group, number + 1, *memory)
+        for work, number, memory in zip(works, numbers, taken_by, strict=True)
     ]
 
 
-def count(works: Sequence[GroupAndWork]) -> None:
+def count(works: Sequence[Work]) -> None:
     """Count the step whose passes were made."""
-    torch._foreach_add_([work.state["step"] for _, work in works], 1.0)
+    torch._foreach_add_([work.state["step"] for work in works], 1.0)
 
 
 def taken(work: Work) -> tuple[Memory, Scaling]:
     """Return the memory that a pass reads and writes, and the scaling of the gradient."""
-    weight, gradient, state, copy, scaling = work
+    weight, gradient, state, copy, scaling, _ = work
     assert scaling is not None
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
     if gradient is not None and gradient.shape == weight.shape:
@@ -163,7 +164,8 @@ def _without_fp16(step: Pass) -> Pass:
 
 def _batches_of(passes: Sequence[Pass]) -> list[_Batch]:
     """Return batches of passes: on the CPU, of those that one call of a loop can make; the loops are compiled here."""
-    batches = [_Batch([step]) for step in together([step for step in passes if not step.memory.weight.is_cpu])]
+    on_device = [step for step in passes if not step.memory.weight.is_cpu]
+    batches = [_Batch([step]) for step in together(on_device)]
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
     rules: dict[tuple[int, float], Rule] = {}
     for step in [_without_fp16(step) for step in passes if step.memory.weight.is_cpu]:
@@ -172,7 +174,8 @@ def _batches_of(passes: Sequence[Pass]) -> list[_Batch]:
             rules[key] = step.update.rule(step.group, step.step)
         kind = Kind.of(rules[key], step.scaling, step.memory)
         alike.setdefault((kind, rules[key], step.scaling, step.seed), []).append(step)
-    return batches + [_Batch(steps, loop_of(kind), rule) for (kind, rule, *_), steps in alike.items()]
+    batches += [_Batch(steps, loop_of(kind), rule) for (kind, rule, *_), steps in alike.items()]
+    return batches
 
 
 def _run_loop(batch: _Batch) -> None:
@@ -205,34 +208,33 @@ def loop_of(kind: Kind) -> Any:
         return kernels.compile_loop(kind)
     # numba keeps it on a disk that may be full, for example
     except Exception as error:
-        _warn_that_torch_updates("compile its kernels", str(error), _WITH_CACHE)
+        _warn_that_torch_updates(*_CANNOT_COMPILE, str(error))
         return None
 
 
 @cache
 def compiled_kernels() -> Any:
     """Return the module of kernels, or None if numba is missing or cannot compile it."""
+    cannot = "be imported", "pip install 'sp-lightning[fast]'"
     try:
         import_module("numba")  # it takes its time
-    # numba refuses versions of numpy and of Python by exceptions of several classes
-    except Exception as error:
-        _warn_that_torch_updates("be imported", str(error), "pip install 'sp-lightning[fast]'")
-        return None
-    try:
+        cannot = _CANNOT_COMPILE
         _start_threads()  # here, or to compile for them would start them
         return import_module("sp_lightning.optim.kernels")
+    # numba refuses versions of numpy and of Python by exceptions of several classes
     except Exception as error:
-        _warn_that_torch_updates("compile its kernels", str(error), _WITH_CACHE)
+        _warn_that_torch_updates(*cannot, str(error))
         return None
 
 
 @cache
-def _warn_that_torch_updates(what: str, reason: str, remedy: str) -> None:
+def _warn_that_torch_updates(what: str, remedy: str, reason: str) -> None:
     """Say once that torch's operations update. They have the kernels' bits, except for codes."""
     _LOG.warning(
-        "superpipeline: numba cannot %s (%s), so torch's own kernels update weights on the CPU. The numbers are "
-        "the same, but for the rounding of int8 moments. Such an update takes 3 times as long under mixed "
-        "precision, and 10 to 35 times with sp_lightning.optim over BF16 weights. For full speed: %s",
+        "superpipeline: numba cannot %s (%s), so torch's own kernels update weights on the CPU. The "
+        "numbers are the same, but for the rounding of int8 moments. Such an update takes 3 times as "
+        "long under mixed precision, and 10 to 35 times with sp_lightning.optim over BF16 weights. "
+        "For full speed: %s",
         what,
         reason,
         remedy,

@@ -70,7 +70,7 @@ def begun(
 
 def begin_step(optimizer: optim.AdamW, works: Sequence[Work]) -> list[Pass]:
     """Passes of the step that comes next, which is counted."""
-    in_group = [(optimizer.param_groups[0], work) for work in works]
+    in_group = [work._replace(group=optimizer.param_groups[0]) for work in works]
     passes = passes_of(optimizer.update, in_group)
     count(in_group)
     return passes
