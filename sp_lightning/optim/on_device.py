@@ -1,8 +1,8 @@
 """A pass by torch's operations, for weights on an accelerator, in the formats of codecs.py.
 
 Tensors in fp32 are updated in place; tensors in fewer bytes have a copy in fp32 meanwhile. The update itself is torch's
-own code, so it rounds as plain training does there, unless all operations are one kernel (one_kernel.py). The host never
-waits for the device. NaN stays NaN, but which of its bits are set is not promised.
+own code, so it rounds as plain training does there, unless all operations are one kernel (one_kernel.py). The host
+never waits for the device. NaN stays NaN, but which of its bits are set is not promised.
 """
 
 from __future__ import annotations
