@@ -13,12 +13,16 @@ No public API says that a model places itself. So this file relies on these name
 `tests/test_transformers.py` fails if one of them changes.
 
 - `Trainer.create_accelerator_and_postprocess` is called once in `__init__`, before a model is placed or prepared.
+  `Accelerator.state` has what the Trainer's arguments and the variables of `accelerate launch` have come to.
 - `Trainer._move_model_to_device` alone moves the Trainer's model.
 - `Accelerator.prepare` calls the `prepare_model` of its own object for each model of a Trainer: the one
   that is trained, in `train`, after the optimizer was made; those of a reference and of a reward, in `__init__`.
 - `Accelerator.clip_grad_norm_`, of its object, clips. That of accelerate 1.15 reads all gradients to find out whether
   one is distributed, and so does the Trainer of transformers 5.24, once, if `_mixed_mesh_grads` is None.
 - The Trainer itself sets `TrainingArguments._n_gpu` to 1 for models that are on several devices.
+- TRL loads a model that is given by name with `model_init_kwargs` of its arguments, and after
+  `create_accelerator_and_postprocess` a reference, whatever the model is. Without a `device_map` there, it puts them on
+  the GPU, and it warns of such options if the model is an object.
 """
 
 from __future__ import annotations
@@ -51,12 +55,27 @@ class SuperpipelineTrainerMixin:
         pipelines: The pipelines of the models that stream now, the one that is trained last.
 
     Raises:
+        TypeError: If a class has the Trainer's class first, or `streaming` is something else.
         ValueError: If the Trainer's arguments do not go with streaming.
     """
 
     args: Any
     accelerator: Any
     model: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class in which the Trainer's methods come first, as nothing would stream."""
+        super().__init_subclass__(**options)
+        order = cls.__mro__
+        trainers = [kind for kind in order if "create_accelerator_and_postprocess" in vars(kind)]
+        trainers = [kind for kind in trainers if not issubclass(kind, SuperpipelineTrainerMixin)]
+        if trainers and order.index(trainers[-1]) < order.index(SuperpipelineTrainerMixin):
+            bases = ", ".join(base.__name__ for base in cls.__bases__)
+            raise TypeError(
+                f"{cls.__name__}({bases}) would not stream, because SuperpipelineTrainerMixin comes "
+                "after the Trainer's class. Put it first: "
+                f"`class {cls.__name__}(SuperpipelineTrainerMixin, ...)`."
+            )
 
     def __init__(
         self,
@@ -65,20 +84,26 @@ class SuperpipelineTrainerMixin:
         streaming: PipelineOptions | None = None,
         **named: Any,
     ) -> None:
+        if not isinstance(streaming, PipelineOptions | None):
+            raise TypeError(
+                f"`streaming={streaming!r}` must be a `sp_lightning.PipelineOptions`, such as "
+                "`streaming=PipelineOptions(k=3)`."
+            )
         self.streaming = streaming or PipelineOptions()
         self.pipelines: list[Pipeline] = []
         self._streamed_others: list[nn.Module] = []  # models that were prepared before training
         self._streamed_scope: ExitStack | None = None
-        args: Any = named.get("args")
-        if isinstance(model, str) and hasattr(args, "model_init_kwargs"):
-            # TRL would spread the model over all devices
-            args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
+        given = (model, *positional, *named.values())
+        if any(isinstance(each, str) for each in given):
+            for each in given:
+                _load_on_cpu(each)
         super().__init__(model, *positional, **named)  # type: ignore[call-arg]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Trainer's accelerator, which prepares models by streaming them."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         _check(self)
+        _load_on_cpu(self.args)  # for a reference
         self.args._n_gpu = min(self.args.n_gpu, 1)  # or models would be replicated
         prepare = self.accelerator.prepare_model
 
@@ -140,20 +165,34 @@ class SuperpipelineTrainerMixin:
             return
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             name = type(model).__name__
-            raise ValueError(f"The {name} was loaded with a `device_map` of several devices: leave it out.")
+            raise ValueError(
+                f"The {name} was loaded with a `device_map` of several devices: load it with "
+                "`device_map=None`. If the Trainer has loaded it by name, give it `args`, too, such "
+                "as `args=SFTConfig(...)`."
+            )
         pipeline = Pipeline(model, self.args.device, options=self.streaming, planner=AutoPlanner())
         self.pipelines.append(self._streamed_scope.enter_context(pipeline))
 
 
+def _load_on_cpu(args: Any) -> None:
+    """Have TRL load models into CPU memory, if these are its arguments and the user has not decided."""
+    for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
+        if hasattr(args, name):
+            setattr(args, name, {"device_map": None, **(getattr(args, name) or {})})
+
+
 def _check(trainer: Any) -> None:
-    """Refuse arguments of a Trainer that move models themselves, or need their weights on the GPU."""
-    args = trainer.args
+    """Refuse a Trainer that moves its models itself, or needs their weights on the GPU."""
+    args, accelerator = trainer.args, trainer.accelerator
+    precision, compiler = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
+    is_scaled = precision not in ("no", "bf16")
     refused = {
         "run in several processes: start one, or use Lightning's Trainer": args.world_size > 1,
         "work with DeepSpeed: leave it out": trainer.is_deepspeed_enabled,
         "work with FSDP: leave it out": trainer.is_fsdp_enabled,
-        "work with `torch_compile=True`: use `PipelineOptions(compile=True)`": args.torch_compile,
-        "work with `fp16=True`: use `bf16=True`": args.fp16,
+        f"work with dynamo's {compiler}, of `torch_compile=True` or `accelerate launch`: "
+        "use `PipelineOptions(compile=True)`": compiler != "NO",
+        f"work with the precision {precision}, of `fp16=True` or `accelerate launch`: use `bf16=True`": is_scaled,
         "work with `fp16_full_eval=True`: use `bf16=True`": args.fp16_full_eval,
         "work with `bf16_full_eval=True`: use `bf16=True`": args.bf16_full_eval,
         "work with `precompute_ref_log_probs=True` on a GPU: leave it out": (

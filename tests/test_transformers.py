@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import transformers
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -18,7 +19,7 @@ import sp_lightning.transformers
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.transformers import SuperpipelineTrainerMixin
 from tests.helpers import assert_same_trace
-from tests.hf_trainers import CASES, build, everything, llama, rows
+from tests.hf_trainers import CASES, build, everything, llama, pairs, rows, tokenizer
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
 
@@ -103,17 +104,24 @@ def test_grpo_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert_same_trace(*seen)
 
 
-REFUSED = {
-    "`fp16=True`": {"fp16": True},
-    "`torch_compile=True`": {"torch_compile": True},
-    "full_eval": {"bf16_full_eval": True},
-}
+REFUSED: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("`fp16=True`", {"fp16": True}, {}),
+    ("precision fp16", {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}),
+    ("`torch_compile=True`", {"torch_compile": True}, {}),
+    ("dynamo's EAGER", {}, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}),
+    ("full_eval", {"bf16_full_eval": True}, {}),
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_go_with_streaming(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "options", "variables"), REFUSED)
+def test_what_does_not_go_with_streaming(
+    what: str, options: dict[str, Any], variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As arguments, or as `accelerate launch` sets it."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"Streamed streams its model, and does not .*{what}.*: use"):
-        build("Trainer", tmp_path, streams=True, **REFUSED[what])
+        build("Trainer", tmp_path, streams=True, **options)
 
 
 def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +133,65 @@ def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     trainer.model.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(ValueError, match="LlamaForCausalLM was loaded with a `device_map` of several devices"):
         trainer.evaluate(rows(labeled=True))
+
+
+LOADED: dict[str, tuple[str, bool, bool]] = {  # the Trainer, whether by name, and whether arguments are positional
+    "by name": ("SFT", True, False),
+    "by name, positional": ("SFT", True, True),
+    "the reference of an object": ("DPO", False, False),
+    "a model and its reference": ("DPO", True, False),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_trl_loads_models_into_cpu_memory(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a GPU is, onto which TRL would load them otherwise."""
+    import trl
+    from accelerate import PartialState
+
+    kind, by_name, is_positional = LOADED[case]
+    folder = str(tmp_path / "model")
+    llama().save_pretrained(folder)
+    load = LlamaForCausalLM.from_pretrained
+    model = folder if by_name else load(folder)
+    args = getattr(trl, f"{kind}Config")(str(tmp_path / "runs"), use_cpu=True, bf16=False, report_to=[])
+    places: list[Any] = []
+
+    class OnGPU:
+        device = torch.device("cuda")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(PartialState(), name)
+
+    def loaded(*given: Any, device_map: Any = "left out", **options: Any) -> Any:
+        places.append(device_map)
+        return load(*given, **options)
+
+    data = {"train_dataset": rows() if kind == "SFT" else pairs(), "processing_class": tokenizer()}
+    made = getattr(sp_lightning.transformers, f"Superpipeline{kind}Trainer")
+    with (
+        patch.object(LlamaForCausalLM, "from_pretrained", loaded),
+        patch("trl.trainer.utils.PartialState", OnGPU, create=True),
+    ):
+        made(model, args, **data) if is_positional else made(model, args=args, **data)
+    assert places == [None] * (by_name + (kind == "DPO"))
+    assert "already instantiated" not in caplog.text
+
+
+def test_a_trainer_that_comes_first_is_refused() -> None:
+    """Its methods would be called, and the model would not stream; other classes may come first."""
+    name = "SuperpipelineTrainerMixin"
+    with pytest.raises(TypeError, match=rf"Wrong\(Trainer, {name}\) would not stream.*`class Wrong\({name}, "):
+        type("Wrong", (transformers.Trainer, SuperpipelineTrainerMixin), {})
+    part = type("Part", (SuperpipelineTrainerMixin,), {"create_accelerator_and_postprocess": lambda self: None})
+    type("Right", (part, transformers.Trainer), {})
+    type("Right", (type("Logs", (), {}), SuperpipelineTrainerMixin, transformers.Trainer), {})
+
+
+@pytest.mark.parametrize("streaming", [{"k": 3}, 3])
+def test_streaming_takes_options(streaming: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a `sp_lightning.PipelineOptions`, such as .*PipelineOptions\(k=3\)`"):
+        sp_lightning.transformers.SuperpipelineTrainer(llama(), streaming=streaming)
 
 
 def test_names_that_are_relied_on(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sp_lightning.optim.layout import GROUP
+from sp_lightning.optim.layout import GROUP, LARGEST_FIRST, LARGEST_SECOND
 from sp_lightning.optim.rules import Kind, Memory, Scaling
 
 jit = njit(nogil=True, error_model="numpy", forceinline=True)
@@ -152,7 +152,7 @@ def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
     """Read a master; `was_up`, 0 or 1, tells how a tie was rounded."""
     if kind.low == 0:
         return load(memory.weight, kind.weight, i)
-    low = I32(I16(memory.low[i]))  # negative if it was rounded up, as a tie is to be then
+    low = I32(memory.low[i])  # negative if it was rounded up, as a tie is to be then
     above = U32(1) if low < I32(I32(-0x7FFF) - I32(was_up)) else U32(0)
     high = U32(U32(memory.weight[i]) + above)
     return float_of(U32(high << U32(16)) + U32(low))
@@ -165,7 +165,7 @@ def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any) -> A
         store(memory.weight, kind.weight, i, p)
         return U32(0)
     bits = plain_bits(p)
-    memory.low[i] = U16(bits)
+    memory.low[i] = I16(bits)
     odd = U32((bits >> U32(16)) & U32(1)) if has_sign else U32(1)
     memory.weight[i] = U16(U32(bits + U32(0x7FFF) + odd) >> U32(16))
     return U32(1) if has_sign and U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
@@ -177,7 +177,8 @@ def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any) -> A
 @jit
 def pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
     """Write a group in codes: first moments, and the roots of second ones, if there are any."""
-    first_scale, second_scale = _scale_of(staged[0], size), _scale_of(staged[1], size)
+    first_scale = _scale_of(staged[0], size, LARGEST_FIRST)
+    second_scale = _scale_of(staged[1], size, LARGEST_SECOND**0.5)
     memory.first_scale[0] = first_scale
     if kind.second > 0:
         memory.second_scale[0] = second_scale
@@ -190,12 +191,17 @@ def pack(kind: Kind, memory: Memory, staged: Any, size: Any, key: Any) -> None:
 
 
 @jit
-def _scale_of(staged: Any, size: Any) -> Any:
-    """Return the largest magnitude in a group, or NaN if there is one."""
+def _scale_of(staged: Any, size: Any, largest: Any) -> Any:
+    """Return the largest magnitude in a group, or NaN if there is one; limit all numbers to `largest`."""
     most = U32(0)  # the bits of floats without a sign have the same order; NaN is above all
     for i in range(size):
         most = U32(max(most, U32(bits_of(staged[i]) & U32(0x7FFFFFFF))))
-    return float_of(most)
+    scale = float_of(most)
+    if scale > F32(largest):  # hardly ever
+        scale = F32(largest)
+        for i in range(size):
+            staged[i] = min(max(staged[i], -scale), scale)
+    return scale
 
 
 @near
@@ -224,6 +230,5 @@ def encode_positive(root: Any, scale: Any, noise: Any) -> Any:
 @near
 def decode_positive(code: Any, scale: Any) -> Any:
     """Undo `encode_positive`."""
-    step = scale * F32(1 / 256)
-    root = F32(code) * step + step
+    root = (F32(code) + F32(1)) * (scale * F32(1 / 256))
     return root * root

@@ -2,7 +2,7 @@
 
     gradient -> fp32 -> scale, clip -> `_adam`: weight, moments -> codecs -> memory, and a copy of the weight
 
-`kernel_of` compiles a loop for each `Kind` that it meets, and keeps it on disk. `step_ranges`, which is compiled once,
+`compile_loop` compiles a loop for each `Kind`, and keeps it on disk. `step_ranges`, which is compiled on import,
 has it step all weights of a unit on several threads. This is one call, because the thread that launches kernels may
 have to wait each time that a call takes or returns Python's lock.
 
@@ -24,6 +24,7 @@ from numba.core.registry import cpu_target
 from sp_lightning.optim.codecs import (
     F32,
     I8,
+    I16,
     SOURCES,
     U8,
     U16,
@@ -142,9 +143,8 @@ def _on_disk(function: Any, *kind: int) -> Any:
     return function
 
 
-@cache
-def kernel_of(kind: Kind) -> Any:
-    """Return the loop of a kind, which steps a range of a weight."""
+def compile_loop(kind: Kind) -> Any:
+    """Compile the loop of a kind, which steps a range of a weight."""
     number = {4: F32, 2: U16, 0: U16}
     weight, gradient, copy = number[kind.weight], number[kind.gradient], number[kind.copy]
     first, second = (I8, U8) if kind.is_coded else (number[kind.first], number[kind.second])
@@ -161,7 +161,7 @@ def kernel_of(kind: Kind) -> Any:
             group = 4 * (start // GROUP)
             memory = Memory(
                 carray(pointer_to(row[0] + kind.weight * start), size, weight),
-                carray(pointer_to(row[1] + kind.low * start), size, U16),
+                carray(pointer_to(row[1] + kind.low * start), size, I16),
                 carray(pointer_to(row[2] + kind.gradient * start), size, gradient),
                 carray(pointer_to(row[3] + kind.first * start), size, first),
                 carray(pointer_to(row[4] + kind.second * start), size, second),
@@ -183,7 +183,16 @@ def _say_that_kernels_are_compiled() -> None:
     _LOG.info("superpipeline: numba compiles kernels for the optimizer, once on this machine.")
 
 
-@njit(nogil=True, error_model="numpy", cache=True, parallel=True)
+_RANGES = types.void(
+    types.FunctionType(_SIGNATURE),
+    *_SIGNATURE.args[:2],
+    types.int64[:, ::1],
+    types.int64[:, ::1],
+    types.int64,
+)
+
+
+@njit(_RANGES, nogil=True, error_model="numpy", cache=True, parallel=True)
 @_on_disk
 def step_ranges(kernel: Any, rule: Rule, scaling: Scaling, rows: Any, ranges: Any, seed: Any) -> None:
     """Step weights, in ranges that threads share, by the loop of their kind.

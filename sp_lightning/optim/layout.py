@@ -10,7 +10,7 @@ are `exp_avg_codes`, next to their `exp_avg_scale`; an `exp_avg_sq` whose sign t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ GROUP = 128
 """The number of elements of a moment in 8 bits that share a scale."""
 BLOCK = 8 * GROUP
 """Threads share work in multiples of this number of elements."""
+LARGEST_SECOND = 2.0**128 - 2.0**104
+"""The largest second moment in codes: the largest number of fp32.
+
+The elements of a group share a scale, so an infinite one would stop the others for good.
+"""
+LARGEST_FIRST = 2.0**64
+"""The largest first moment in codes: about the root of the largest second one, so that their ratio stays small."""
 LANES = 8
 """The number of elements on which torch's fused CPU kernels work at once; twice as many in bf16."""
 
@@ -55,7 +62,7 @@ def make_state(p: Tensor, group: dict[str, Any], moments: int = 2) -> State:
     """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     if p.dtype == torch.bfloat16:
-        state["low"] = torch.zeros_like(p, dtype=torch.uint16)
+        state["low"] = torch.zeros_like(p, dtype=torch.int16)
     for name in MOMENT_NAMES[:moments]:
         is_second = name == "exp_avg_sq"
         if group["moments"] == "int8":
@@ -80,16 +87,6 @@ def is_compact(state: State) -> bool:
     """Tell whether torch's optimizers cannot read state: of half a master, in codes, or of one moment."""
     has_one_moment = "exp_avg" in state and "exp_avg_sq" not in state
     return has_one_moment or any(name == "low" or name.endswith("_codes") for name in state)
-
-
-def count_in(states: Sequence[State]) -> list[float]:
-    """Count a step, and return its number in each state."""
-    if not states:
-        return []
-    counters = [state["step"] for state in states]
-    torch._foreach_add_(counters, 1.0)
-    numbers: list[float] = torch.stack(counters).tolist()
-    return numbers
 
 
 def lies_like(tensor: Tensor, like: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import MOMENT_NAMES, fills_memory, lies_like
 from sp_lightning.optim.optimizers import Adam, AdamW
-from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.passes import Work, count, passes_of, run, step_weights
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 
 _OF_TORCH = (torch.optim.AdamW, torch.optim.Adam)
@@ -61,7 +61,7 @@ class OnePass:
 
         If the work has no gradient, or no copy, only the rest is checked.
         """
-        weight, gradient, state, copy, scaling = work
+        weight, gradient, state, copy, scaling, _ = work
         dtype = weight.dtype
         if self._update is None or scaling is None or not fills_memory(weight):
             return False
@@ -79,11 +79,17 @@ class OnePass:
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""
         assert self._update is not None
-        return passes_of(self._update, self._settings, works)
+        passes = passes_of(self._update, self._in_group(works))
+        count(works)
+        return passes
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
-        run(self.passes_of(works))
+        assert self._update is not None
+        step_weights(self._update, self._in_group(works))
+
+    def _in_group(self, works: Sequence[Work]) -> list[Work]:
+        return [work._replace(group=self._settings) for work in works]
 
 
 def _is_plain(optimizer: Optimizer, settings: dict[str, Any]) -> bool:

@@ -1,8 +1,8 @@
 """A pass by torch's operations, for weights on an accelerator, in the formats of codecs.py.
 
 Tensors in fp32 are updated in place; tensors in fewer bytes have a copy in fp32 meanwhile. The update itself is torch's
-own code, so it rounds as plain training does there. The host never waits for the device. NaN stays NaN, but which of
-its bits are set is not promised.
+own code, so it rounds as plain training does there, unless all operations are one kernel (one_kernel.py). The host
+never waits for the device. NaN stays NaN, but which of its bits are set is not promised.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_lightning.optim.layout import GROUP, flat
-from sp_lightning.optim.one_kernel import is_possible, run_as_one_kernel
+from sp_lightning.optim.layout import GROUP, LARGEST_FIRST, LARGEST_SECOND, flat
+from sp_lightning.optim.one_kernel import compile_kernel, is_possible, layout_of, run_as_one_kernel
 from sp_lightning.optim.rules import Memory, Pass, Scaling
 
 PIECE = 1 << 23
@@ -56,7 +56,7 @@ class Effort(NamedTuple):
             nbytes = 19 if has_codes else 30
             return cls(2, nbytes if has_halves else 21)
         if has_codes:
-            return cls(55, 383) if has_halves else cls(41, 261)
+            return cls(57, 399) if has_halves else cls(43, 277)
         return cls(27, 215) if has_halves else cls(7, 52)
 
 
@@ -131,12 +131,22 @@ def part_of(memory: Memory, begin: int, end: int) -> Memory:
     return Memory(*tensors, *scales)
 
 
-def _step(step: Pass) -> None:
+def compile_for(steps: Sequence[Pass]) -> None:
+    """Compile kernels for passes on a device, where these are one kernel each."""
+    for layout in {layout_of(step) for step in steps if _may_be_compiled(step)}:
+        compile_kernel(operate, layout)
+
+
+def _may_be_compiled(step: Pass) -> bool:
     # torch's optimizers keep torch's bits; an update of one moment is a few operations anyway
-    may_be_compiled = "moments" in step.group and step.update.moments == 2
+    is_worth_it = "moments" in step.group and step.update.moments == 2
+    return is_worth_it and step.memory.weight.numel() >= GROUP
+
+
+def _step(step: Pass) -> None:
     has_whole_groups = step.memory.weight.numel() % GROUP == 0
     seed = torch.tensor(step.seed - (1 << 31), dtype=torch.int32, device="cpu")
-    if may_be_compiled and has_whole_groups and run_as_one_kernel(step, operate, seed):
+    if has_whole_groups and _may_be_compiled(step) and run_as_one_kernel(step, seed):
         return
     update = partial(step.update.by_torch, step.group, step.step)
     operate(step.memory, step.scaling, update, seed)
@@ -164,7 +174,8 @@ def operate(memory: Memory, scaling: Scaling, update: Callable[..., None], seed:
         moments[-1].view(torch.int32).add_(was_up, alpha=-(1 << 31))
     for (moment, scales), value in zip(kept, moments, strict=True):
         if scales is not None:
-            pack(moment, scales, value, seed)
+            largest = LARGEST_SECOND if moment.dtype == torch.uint8 else LARGEST_FIRST
+            pack(moment, scales, value.clamp_(-largest, largest), seed)
         elif value is not moment:
             moment.copy_(value)
 
@@ -193,13 +204,12 @@ def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tens
     """Return the master, where it lies or as a copy; the sign of `ties` tells how a tie was rounded, up without it."""
     if low is None:
         return weight.float()
-    lower = low.view(torch.int16)  # negative if the upper half was rounded up
     master = weight.float()
     bits = master.view(torch.int32)
-    if ties is None:
-        return bits.add_(lower).view(torch.float32)
+    if ties is None:  # the lower half is negative if the upper one was rounded up
+        return bits.add_(low).view(torch.float32)
     at_tie = ties.signbit().logical_not_()
-    return bits.add_(lower.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
+    return bits.add_(low.add(at_tie, alpha=-1)).add_(at_tie).view(torch.float32)
 
 
 def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
@@ -210,7 +220,7 @@ def store_weight(memory: Memory, p: Tensor, has_sign: bool) -> Tensor | None:
         return None
     # every NaN has the bits that `.bfloat16()` makes of it
     bits = p.masked_fill_(p != p, math.nan).view(torch.int32)
-    memory.low.view(torch.int16).copy_(bits)
+    memory.low.copy_(bits)
     if not has_sign:
         memory.weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
         return None

@@ -1,18 +1,21 @@
 """A pass as one kernel, which inductor makes of the operations of on_device.py: each number is read and written once.
 
-There is a kernel for each way that memory lies, over any number of groups. It is compiled once, when a plan is made or
-else as the first such pass runs, and inductor keeps it on disk. `torch.compile` of a function would compile again in
-the middle of a step: for another default dtype, under autocast, or for tensors that share memory.
+There is a kernel for each way that memory lies, over any number of groups. It is compiled before a step begins, and
+inductor keeps it on disk. `torch.compile` of a function would compile again in the middle of a step: for another
+default dtype, under autocast, or for tensors that share memory.
 
-Its bits are those of torch's operations, except that a GPU may round a product and a sum once, as a fused multiply-add;
-then a code that lay halfway may be the next one.
+[Note: bits of one kernel] A GPU rounds a product and a sum once, where they are a fused multiply-add. Torch's own CUDA
+kernels have such sums, too, but others. If torch has no option `division_rounding`, a quotient may be two units of its
+last place away from the nearest number. So the last bits of weights differ from those of torch's operations, and a code
+that lay halfway may be the next one.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -24,24 +27,45 @@ from sp_lightning.optim.rules import Memory, Pass, Rule, Scaling
 
 _LOG = logging.getLogger(__name__)
 _GROUPS = 1 << 16  # groups of a piece, for whose size a kernel divides its work
+_SHAPES = [(-1, GROUP)] * 6 + [(-1,)] * 2  # of the memory of groups
 # types of devices for which nothing is compiled: numba does it there, or nothing can be
 _WITHOUT = {"cpu"}
 
 Operations: TypeAlias = Callable[[Memory, Scaling, Callable[..., None], Tensor], None]
 """The operations of a kernel: all numbers are tensors, and the last one is the seed of a step."""
 
+Layout: TypeAlias = tuple[torch.device, tuple[torch.dtype | None, ...]]
+"""The device of memory, and the dtype of each of its fields."""
 
-def run_as_one_kernel(step: Pass, operations: Operations, seed: Tensor) -> bool:
-    """Run a pass over whole groups as one kernel, and tell whether there is one for it."""
-    device = step.memory.weight.device
-    if device.type in _WITHOUT:
+_KERNELS: dict[Layout, Callable[..., Any] | None] = {}
+"""The kernels that were compiled. A layout without one was met in the middle of a step."""
+
+# inductor's options are not for several threads
+_COMPILING = threading.Lock()
+
+_OPTIONS = {
+    "compile_threads": 1,  # a single kernel needs no processes that compile
+    # with several configurations of a kernel, its first launch would choose one, by the time of a tiny update
+    "triton.autotune_pointwise": False,
+    "deterministic": True,
+    "eager_numerics.division_rounding": True,  # to the nearest number
+}
+
+
+def layout_of(step: Pass) -> Layout:
+    """Return the layout for which the kernel of a pass is compiled."""
+    dtypes = [None if tensor is None else tensor.dtype for tensor in step.memory]
+    return step.memory.weight.device, tuple(dtypes)
+
+
+def run_as_one_kernel(step: Pass, seed: Tensor) -> bool:
+    """Run a pass over whole groups as one kernel, and tell whether there is one for it; nothing is compiled."""
+    if step.memory.weight.device.type in _WITHOUT:
         return False
-    dtypes = tuple(getattr(tensor, "dtype", None) for tensor in step.memory)
-    kernel = _kernel_of(operations, device, dtypes)
+    kernel = _KERNELS.setdefault(layout_of(step), None)
     if kernel is None:
         return False
-    shapes = [(-1, GROUP)] * 6 + [(-1,)] * 2
-    fields = zip(step.memory, shapes, strict=True)
+    fields = zip(step.memory, _SHAPES, strict=True)
     memory = [tensor.view(shape) for tensor, shape in fields if tensor is not None]
     numbers = (*step.update.rule(step.group, step.step), *step.scaling)
     kernel(*memory, *_on_cpu(numbers), seed)
@@ -49,8 +73,8 @@ def run_as_one_kernel(step: Pass, operations: Operations, seed: Tensor) -> bool:
 
 
 def is_possible() -> bool:
-    """Tell whether passes on a GPU are one kernel each, or no compilation has failed yet."""
-    return {"cpu"} >= _WITHOUT
+    """Tell whether passes on a GPU are one kernel each, as far as is known."""
+    return {"cpu"} >= _WITHOUT and None not in _KERNELS.values()
 
 
 @lru_cache(maxsize=64)
@@ -59,25 +83,26 @@ def _on_cpu(numbers: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return torch.tensor(numbers, dtype=torch.float32, device="cpu").unbind()
 
 
-@cache
-def _kernel_of(
-    operations: Operations, device: torch.device, dtypes: tuple[torch.dtype | None, ...]
-) -> Callable[..., Any] | None:
-    """Return the kernel for memory of these dtypes, or None if it cannot be compiled; the log says so once."""
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            return _compile(operations, device, dtypes)
-    # there is no Triton, or no compiler of C++, or another version of these
-    except Exception as error:
-        _WITHOUT.add(device.type)
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        _LOG.warning(
-            "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many kernels "
-            "instead of one. The numbers are the same, but for the rounding of codes; with int8 moments "
-            "an update moves 383 bytes of GPU memory for each parameter instead of 19.",
-            reason,
-        )
-        return None
+def compile_kernel(operations: Operations, layout: Layout) -> None:
+    """Compile the kernel of a layout, unless it is there or cannot be compiled; the log says the latter once."""
+    device, dtypes = layout
+    with _COMPILING:
+        if device.type in _WITHOUT or _KERNELS.get(layout) is not None:
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                _KERNELS[layout] = _compile(operations, device, dtypes)
+        # there is no Triton, or no compiler of C++, or another version of these
+        except Exception as error:
+            _WITHOUT.add(device.type)
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            _LOG.warning(
+                "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many "
+                "kernels instead of one. The numbers are the same, but for last bits and the rounding "
+                "of codes. With int8 moments an update moves 399 bytes of GPU memory for each "
+                "parameter instead of 19.",
+                reason,
+            )
 
 
 def _compile(
@@ -91,12 +116,15 @@ def _compile(
 
     # one group is a number of groups like others
     mode = FakeTensorMode(shape_env=ShapeEnv(specialize_zero_one=False))
+    any_number: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    with FakeTensorMode():  # without memory
+        as_many = torch.empty(_GROUPS, device="cpu")
+    groups = mode.from_tensor(as_many, symbolic_context=any_number).shape[0]
 
     def example(dtype: torch.dtype, *shape: int) -> Tensor:
-        with FakeTensorMode():  # without memory
-            tensor = torch.empty(shape, dtype=dtype, device=device if shape else "cpu")
-        sizes = [DimDynamic.DYNAMIC, DimDynamic.STATIC][: len(shape)]
-        return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+        """Return a tensor that begins where its storage does, or inductor would not know that it is aligned."""
+        sizes = [groups if size < 0 else size for size in shape]
+        return torch.empty(sizes, dtype=dtype, device=device if shape else "cpu")
 
     def call(*tensors: Tensor) -> tuple[()]:
         found = iter(tensors)
@@ -106,14 +134,15 @@ def _compile(
         operations(memory, scaling, partial(_update, rule), next(found))
         return ()
 
-    shapes = [(_GROUPS, GROUP)] * 6 + [(_GROUPS,)] * 2
     numbers = [torch.float32] * len(Rule._fields + Scaling._fields)
-    examples: list[Any] = [example(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True) if dtype]
-    examples += map(example, [*numbers, torch.int32])
     with mode:
+        fields = zip(dtypes, _SHAPES, strict=True)
+        examples: list[Any] = [example(dtype, *shape) for dtype, shape in fields if dtype]
+        examples += map(example, [*numbers, torch.int32])
         graph = make_fx(call)(*examples)
-    # a single kernel needs no processes that compile
-    compiled: Callable[..., Any] = torch._inductor.compile(graph, examples, {"compile_threads": 1})
+    known = torch._inductor.list_options()
+    options = {name: value for name, value in _OPTIONS.items() if name in known}
+    compiled: Callable[..., Any] = torch._inductor.compile(graph, examples, options)
     return compiled
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +12,20 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import GROUP, State, check_group, is_compact, make_state
 from sp_lightning.optim.on_device import load_weight
-from sp_lightning.optim.passes import Work, passes_of, run
-from sp_lightning.optim.rules import Pass, SignUpdate, Update
+from sp_lightning.optim.passes import Work, step_weights
+from sp_lightning.optim.rules import SignUpdate, Update
 
 COMPACT = "compact"
 """The key that only the last param group of a checkpoint of compact state has.
 
 Its value explains that to a reader.
 """
+
+_BESIDE_OPTIONS = {
+    "params", "param_names", "name",
+    "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
+}  # fmt: skip
+"""Param groups have these beside options: parameters, labels, and notes of the schedulers of torch and timm."""
 
 
 class AdamW(Optimizer):
@@ -47,21 +53,21 @@ class AdamW(Optimizer):
         moments: str = "fp32",
         **unknown: Any,
     ) -> None:
-        for name in unknown:
-            raise TypeError(
-                f"`sp_lightning.optim.{type(self).__name__}` has no argument `{name}`: its step is fused in any case. "
-                "docs/optimizers.md has what it takes."
-            )
+        _refuse(unknown, self)
         # torch's Adam accepts and refuses the same options
         torch.optim.Adam([torch.empty(0, device="cpu")], lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group."""
+        """Add a param group. Options of torch's optimizers may be in it if they are off."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        unknown = group.keys() - self.defaults.keys() - _BESIDE_OPTIONS
+        off = {name for name in unknown if group[name] is None or group[name] is False}
         try:
-            check_group(self.param_groups[-1])
+            _refuse(unknown - off, self)
+            check_group(group)
         except Exception:
             del self.param_groups[-1]
             raise
@@ -76,23 +82,33 @@ class AdamW(Optimizer):
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in stepped):
             raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
-        passes: list[Pass] = []
-        for group in self.param_groups:
-            works = [Work(p, p.grad, self.state[p]) for p in group["params"] if p.grad is not None]
-            passes += passes_of(self.update, group, works)
-        run(passes)
+        works = [
+            Work(p, p.grad, self.state[p], group=group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        step_weights(self.update, works)
         increment_version(stepped)
         return loss
 
-    def compile_updates(self, device: torch.device) -> None:
-        """Compile the kernels that update weights on an accelerator, if possible, by one small update of each kind."""
+    def compile_updates(self, device: torch.device, lowered: Collection[torch.dtype]) -> None:
+        """Compile the kernels that update weights on an accelerator, as far as possible, before a step needs them.
+
+        Args:
+            device: The accelerator.
+            lowered: The dtypes of copies of FP32 weights, with which autocast computes. Gradients of such weights come
+                in that dtype, or in FP32, where they add up.
+        """
         for group in self.param_groups if device.type != "cpu" else ():
             for dtype in {parameter.dtype for parameter in group["params"] if parameter.requires_grad}:
-                for of_gradient in {dtype, torch.bfloat16}:
-                    weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
-                    gradient = torch.zeros_like(weight, dtype=of_gradient)
-                    copy = None if of_gradient == dtype else torch.zeros_like(gradient)
-                    run(passes_of(self.update, group, [Work(weight, gradient, {}, copy)]))
+                weight = torch.zeros(2 * GROUP, dtype=dtype, device=device)
+                works = [Work(weight, torch.zeros_like(weight), {}, group=group)]
+                for other in lowered if dtype == torch.float32 else ():
+                    copy = torch.zeros_like(weight, dtype=other)
+                    gradients = torch.zeros_like(weight), torch.zeros_like(copy)
+                    works += [Work(weight, gradient, {}, copy, group=group) for gradient in gradients]
+                step_weights(self.update, works)
 
     def state_bytes(self, group: dict[str, Any]) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
@@ -128,12 +144,24 @@ class AdamW(Optimizer):
             saved = saved_groups[number]
             _check_options(saved, own, self.update.is_decoupled)
             saved_groups[number] = {**own, **saved}
+        # all of it before any is taken; torch refuses other numbers of groups and parameters
+        loaded = {
+            p: _loaded(state_dict["state"][number], make_state(p, group, self.update.moments))
+            for group, saved in zip(self.param_groups, saved_groups, strict=False)
+            for p, number in zip(group["params"], saved["params"], strict=False)
+            if state_dict["state"].get(number)
+        }
         # torch would cast all state to the dtype of the weight
         super().load_state_dict({**state_dict, "param_groups": saved_groups, "state": {}})
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            for p, number in zip(group["params"], saved["params"], strict=True):
-                if state_dict["state"].get(number):
-                    self.state[p] = _loaded(state_dict["state"][number], make_state(p, group, self.update.moments))
+        self.state.update(loaded)
+
+
+def _refuse(unknown: Iterable[str], optimizer: Optimizer) -> None:
+    for name in unknown:
+        raise TypeError(
+            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`: its step is "
+            "fused in any case. docs/optimizers.md has what it takes."
+        )
 
 
 def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: bool) -> None:
@@ -165,7 +193,10 @@ def _loaded(saved: State, state: State) -> State:
             f"The checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}. "
             "Load it into an optimizer of the class that saved it."
         )
-    for name, value in saved.items():
+    for name, number_or_tensor in saved.items():
+        value = torch.as_tensor(number_or_tensor)  # old versions of torch count steps by integers
+        if name == "low":
+            value = value.view(torch.int16)  # it was kept as uint16
         if value.numel() != state[name].numel():
             saved_shape, shape = tuple(value.shape), tuple(state[name].shape)
             raise ValueError(f"The checkpoint's {name} has the shape {saved_shape}, the parameter's {shape}.")

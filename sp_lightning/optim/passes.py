@@ -24,7 +24,6 @@ from sp_lightning.optim.layout import (
     GROUP,
     MOMENT_NAMES,
     State,
-    count_in,
     fills_memory,
     flat,
     laid_like,
@@ -32,11 +31,15 @@ from sp_lightning.optim.layout import (
     make_state,
     moment_in,
 )  # fmt: skip
-from sp_lightning.optim.on_device import step_on_device, together
+from sp_lightning.optim.on_device import compile_for, step_on_device, together
 from sp_lightning.optim.rules import NO_SCALING, Kind, Memory, Pass, Rule, Scaling, Update
 
 _RANGE = 256 * BLOCK  # elements that are worth another thread
 _LOG = logging.getLogger(__name__)
+_CANNOT_COMPILE = (
+    "compile its kernels",
+    "set NUMBA_CACHE_DIR to a folder that can be written, on a disk with room",
+)
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -52,22 +55,54 @@ class Work(NamedTuple):
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
     # the scaling of the gradient before the update; None if there are too many factors
     scaling: Scaling | None = NO_SCALING
+    group: dict[str, Any] = {}  # the options of its param group
 
 
-def passes_of(update: Update, group: dict[str, Any], works: Sequence[Work]) -> list[Pass]:
-    """Count the step that follows, and return its passes; the first step makes the state of our optimizers."""
-    if "moments" in group:  # torch's make their state themselves
-        for work in works:
-            if not work.state:
-                work.state.update(make_state(work.weight, group, update.moments))
-    taken_by = [taken(work) for work in works]
-    steps = count_in([work.state for work in works])
-    return [Pass(update, group, step, *each) for step, each in zip(steps, taken_by, strict=True)]
+class _Batch(NamedTuple):
+    """Passes that one call of a compiled loop makes, by the same numbers; without a loop, torch's operations do."""
+
+    passes: Sequence[Pass]
+    loop: Any = None
+    rule: Rule | None = None
+
+
+def step_weights(update: Update, works: Sequence[Work]) -> None:
+    """Make a step. State and kernels, which may fail, are made before the first count or weight changes."""
+    if not works:
+        return
+    passes = passes_of(update, works)
+    compile_for([step for step in passes if not step.memory.weight.is_cpu])
+    batches = _batches_of(passes)
+    count(works)
+    _run(passes, batches)
+
+
+def passes_of(update: Update, works: Sequence[Work]) -> list[Pass]:
+    """Return the passes of the step that comes next; the first step makes the state of our optimizers."""
+    with_state = [
+        # torch's make their state themselves
+        work if work.state or "moments" not in work.group
+        else work._replace(state=make_state(work.weight, work.group, update.moments))
+        for work in works
+    ]  # fmt: skip
+    taken_by = [taken(work) for work in with_state]
+    for work, made in zip(works, with_state, strict=True):
+        work.state.update(made.state)
+    numbers = torch.stack([work.state["step"] for work in works]).tolist()
+    return [
+        Pass(update, work.group, number + 1, *memory)
+        for work, number, memory in zip(works, numbers, taken_by, strict=True)
+    ]
+
+
+def count(works: Sequence[Work]) -> None:
+    """Count the step whose passes were made."""
+    torch._foreach_add_([work.state["step"] for work in works], 1.0)
 
 
 def taken(work: Work) -> tuple[Memory, Scaling]:
     """Return the memory that a pass reads and writes, and the scaling of the gradient."""
-    weight, gradient, state, copy, scaling = work
+    weight, gradient, state, copy, scaling, _ = work
     assert scaling is not None
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
     if gradient is not None and gradient.shape == weight.shape:
@@ -97,14 +132,20 @@ def _check(memory: Memory) -> None:
 
 def run(passes: Sequence[Pass]) -> None:
     """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
-    on_host = [step for step in passes if step.memory.weight.is_cpu]
-    for step in together([step for step in passes if not step.memory.weight.is_cpu]):
-        step_on_device(step)
-    if on_host:
-        _run_kernels(list(map(_without_fp16, on_host)))
-    for step in on_host:
-        if _is_fp16(step.memory.copy):
-            step.memory.copy.copy_(step.memory.weight)
+    _run(passes, _batches_of(passes))
+
+
+def _run(passes: Sequence[Pass], batches: Sequence[_Batch]) -> None:
+    for batch in batches:
+        if batch.loop is not None:
+            _run_loop(batch)
+            continue
+        for step in batch.passes:
+            step_on_device(step)
+    for step in passes:
+        weight, copy = step.memory.weight, step.memory.copy
+        if _is_fp16(copy) and weight.is_cpu:
+            copy.copy_(weight)
 
 
 def _is_fp16(tensor: Tensor | None) -> bool:
@@ -121,57 +162,83 @@ def _without_fp16(step: Pass) -> Pass:
     return step._replace(memory=step.memory._replace(gradient=gradient, copy=copy))
 
 
-@cache
-def compiled_kernels() -> Any:
-    """Return the module of kernels, or None if numba is missing or cannot be imported; the log says so once.
-
-    Torch's operations have the same bits as the kernels, so nothing but time depends on numba.
-    """
-    try:
-        return import_module("sp_lightning.optim.kernels")  # numba takes its time
-    # numba refuses versions of numpy and of Python by exceptions of several classes
-    except Exception as error:
-        _LOG.warning(
-            "superpipeline: numba cannot be imported (%s), so torch's own kernels update weights on the "
-            "CPU. The numbers are the same, but such an update takes 3 times as long under mixed "
-            "precision, and 10 to 35 times with sp_lightning.optim over BF16 weights. For full speed: "
-            "pip install 'sp-lightning[fast]'",
-            error,
-        )
-        return None
-
-
-def _run_kernels(passes: Sequence[Pass]) -> None:
-    """Update weights on as many threads as torch uses in this one: in one call, if all of them are of one kind."""
-    kernels = compiled_kernels()
-    if kernels is None:
-        for step in passes:
-            step_on_device(step)
-        return
+def _batches_of(passes: Sequence[Pass]) -> list[_Batch]:
+    """Return batches of passes: on the CPU, of those that one call of a loop can make; the loops are compiled here."""
+    on_device = [step for step in passes if not step.memory.weight.is_cpu]
+    batches = [_Batch([step]) for step in together(on_device)]
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
     rules: dict[tuple[int, float], Rule] = {}
-    for step in passes:
+    for step in [_without_fp16(step) for step in passes if step.memory.weight.is_cpu]:
         key = id(step.group), step.step
         if key not in rules:
             rules[key] = step.update.rule(step.group, step.step)
         kind = Kind.of(rules[key], step.scaling, step.memory)
         alike.setdefault((kind, rules[key], step.scaling, step.seed), []).append(step)
-    for (kind, rule, scaling, seed), steps in alike.items():
-        ranges = [
-            (row, begin, min(begin + _RANGE, size))
-            for row, size in enumerate(step.memory.weight.numel() for step in steps)
-            for begin in range(0, size, _RANGE)
-        ]
-        if not ranges:
-            continue
-        rows = [
-            [*(0 if tensor is None else tensor.data_ptr() for tensor in step.memory), step.begin]
-            for step in steps
-        ]  # fmt: skip
-        arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
-        # more threads would be woken, and waited for
-        with _on_threads(min(len(ranges), torch.get_num_threads())):
-            kernels.step_ranges(kernels.kernel_of(kind), rule, scaling, *arrays, seed)
+    batches += [_Batch(steps, loop_of(kind), rule) for (kind, rule, *_), steps in alike.items()]
+    return batches
+
+
+def _run_loop(batch: _Batch) -> None:
+    """Update weights in one call, on as many threads as torch uses in this one."""
+    ranges = [
+        (row, begin, min(begin + _RANGE, size))
+        for row, size in enumerate(step.memory.weight.numel() for step in batch.passes)
+        for begin in range(0, size, _RANGE)
+    ]
+    if not ranges:
+        return
+    rows = [
+        [*(0 if tensor is None else tensor.data_ptr() for tensor in step.memory), step.begin]
+        for step in batch.passes
+    ]  # fmt: skip
+    arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
+    first = batch.passes[0]
+    # more threads would be woken, and waited for
+    with _on_threads(min(len(ranges), torch.get_num_threads())):
+        compiled_kernels().step_ranges(batch.loop, batch.rule, first.scaling, *arrays, first.seed)
+
+
+@cache
+def loop_of(kind: Kind) -> Any:
+    """Return the compiled loop of a kind, or None if numba cannot make it."""
+    kernels = compiled_kernels()
+    if kernels is None:
+        return None
+    try:
+        return kernels.compile_loop(kind)
+    # numba keeps it on a disk that may be full, for example
+    except Exception as error:
+        _warn_that_torch_updates(*_CANNOT_COMPILE, str(error))
+        return None
+
+
+@cache
+def compiled_kernels() -> Any:
+    """Return the module of kernels, or None if numba is missing or cannot compile it."""
+    cannot = "be imported", "pip install 'sp-lightning[fast]'"
+    try:
+        import_module("numba")  # it takes its time
+        cannot = _CANNOT_COMPILE
+        _start_threads()  # here, or to compile for them would start them
+        return import_module("sp_lightning.optim.kernels")
+    # numba refuses versions of numpy and of Python by exceptions of several classes
+    except Exception as error:
+        _warn_that_torch_updates(*cannot, str(error))
+        return None
+
+
+@cache
+def _warn_that_torch_updates(what: str, remedy: str, reason: str) -> None:
+    """Say once that torch's operations update. They have the kernels' bits, except for codes."""
+    _LOG.warning(
+        "superpipeline: numba cannot %s (%s), so torch's own kernels update weights on the CPU. The "
+        "numbers are the same, but for the rounding of int8 moments. Such an update takes 3 times as "
+        "long under mixed precision, and 10 to 35 times with sp_lightning.optim over BF16 weights. "
+        "For full speed: %s",
+        what,
+        reason,
+        remedy,
+    )
 
 
 @contextmanager

@@ -141,11 +141,6 @@ class Kind(NamedTuple):
         flags = bool(rule.penalty != 0), scaling != NO_SCALING, memory.first_scale is not None
         return cls(*flags, *(0 if tensor is None else tensor.itemsize for tensor in memory[:6]))
 
-    def __str__(self) -> str:
-        dtypes = {4: "fp32", 2: "bf16", 1: "int8"}
-        weights = "split" if self.low else dtypes[self.weight]
-        return f"{weights} weights, {dtypes[self.gradient]} gradients, {dtypes[self.first]} moments"
-
 
 class Pass(NamedTuple):
     """The update of a weight, or of a range of one, whose tensors all lie alike in memory."""

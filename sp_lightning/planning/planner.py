@@ -109,7 +109,7 @@ class AutoPlanner(Planner):
         """Choose by the measurements; if nothing fits, choose the plan that takes least."""
         options, budget = engine.options, engine.device_budget
         if options.optimizer_on == "auto":
-            _compile_updates(engine)
+            compile_updates(engine)
         machine = machine_of(engine, measured.recording, self._machine)
         workload = workload_of(engine, measured, machine)
         if any(unit.visit_up for unit in workload.units) and machine.both == math.inf:
@@ -149,12 +149,14 @@ class AutoPlanner(Planner):
         return plan
 
 
-def _compile_updates(engine: Engine) -> None:
+def compile_updates(engine: Engine) -> None:
     """Compile the kernels that update units on the device, between steps, and learn whether that is possible."""
+    copies = [copy for segment in engine.arrangement.segments for copy in segment.copies]
+    lowered = {copy.dtype for copy in copies if copy is not None}
     with torch.inference_mode(False), torch.no_grad():
         for optimizer in engine.optimizers.states.optimizers:
             if isinstance(optimizer, AdamW):
-                optimizer.compile_updates(engine.device)
+                optimizer.compile_updates(engine.device, lowered)
 
 
 def _as_measured(engine: Engine, workload: Workload) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import optim
-from sp_lightning.optim import one_kernel, passes
+from sp_lightning.optim import on_device, one_kernel, passes
 from sp_lightning.optim.on_device import BYTES_MEANWHILE
-from sp_lightning.optim.passes import Work, passes_of, run
+from sp_lightning.optim.one_kernel import layout_of
+from sp_lightning.optim.passes import Work, run
 from sp_lightning.optim.rules import Scaling
+from sp_lightning.pipeline import Engine, WindowPlan
+from sp_lightning.planning.planner import compile_updates
 
-from ..optim.parts import CASES, compare
-from ..second_device import some
+from ..lightning_modules import fit_placed
+from ..optim.parts import CASES, begin_step, compare
+from ..planning.parts import Fixed
+from ..second_device import IN_USE, some
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.gpu
@@ -25,12 +31,62 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize(("cls", "options", "scaling", "dtype"), some(CASES, 3))
+@pytest.mark.parametrize("is_one", [False, True])
 def test_it_steps_as_the_kernels_do(
-    cls: Any, options: Any, scaling: Any, dtype: Any, moments: str, device: torch.device, monkeypatch: Any
+    cls: Any, options: Any, scaling: Any, dtype: Any, moments: str, is_one: bool, device: torch.device, monkeypatch: Any
 ) -> None:
-    """To rounding: the update is torch's code for the device, where it is not compiled."""
-    monkeypatch.setattr(one_kernel, "_WITHOUT", {"cpu", device.type})
-    compare(cls, {"moments": moments, **options}, scaling, dtype, device)
+    """To rounding: the update is torch's code for the device, or compiled."""
+    monkeypatch.setattr(one_kernel, "_WITHOUT", {"cpu"} if is_one else {"cpu", device.type})
+    compare(cls, {"moments": moments, **options}, scaling, dtype, device, is_one)
+
+
+@pytest.mark.skipif(IN_USE, reason="the second device has no driver for Triton")
+def test_a_kernel_has_one_configuration(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its first launch would choose, by the time of a small update."""
+    from torch._inductor.runtime import triton_heuristics
+    from torch._inductor.utils import fresh_cache
+
+    configurations: list[int] = []
+    autotune = triton_heuristics.cached_autotune
+    monkeypatch.setattr(
+        triton_heuristics,
+        "cached_autotune",
+        lambda hints, configs, *given, **named: (
+            configurations.append(len(configs)),
+            autotune(hints, configs, *given, **named),
+        )[1],
+    )
+    monkeypatch.setattr(one_kernel, "_KERNELS", {})
+    with fresh_cache():
+        for moments in ("fp32", "int8"):
+            optim.AdamW([nn.Parameter(torch.zeros(8, device=device))], moments=moments).compile_updates(device, ())
+    assert configurations == [1, 1]
+
+
+class Compiles(Fixed):
+    """Compiles updates where it wants another window for the last time, as `AutoPlanner` does."""
+
+    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
+        if len(self._windows) == 2:
+            compile_updates(engine)
+        return super().before_step(engine, builds_graph)
+
+
+@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.01, 2)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
+def test_plans_compile_what_steps_ask_for(
+    precision: str, clip: float | None, accumulate: int, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether gradients add up or not, and whether they are clipped."""
+    compiled: set[Any] = set()
+    asked: set[Any] = set()
+    monkeypatch.setattr(on_device, "compile_kernel", lambda operations, layout: compiled.add(layout))
+    monkeypatch.setattr(on_device, "run_as_one_kernel", lambda step, seed: asked.add(layout_of(step)))
+    planner = Compiles((2,), (2,), (2,), (2, (), (1, 2, 4)))
+    _, stats = fit_placed(partial(optim.AdamW, lr=1e-2), planner, precision, clip, accumulate, accelerator)
+    assert stats.visits
+    assert asked
+    assert asked <= compiled
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
@@ -43,7 +99,7 @@ def test_what_a_step_takes_meanwhile(dtype: torch.dtype, moments: str, factor: f
     optimizer = optim.AdamW([weight], moments=moments)
     optimizer.step()
     work = Work(weight.detach(), weight.grad, optimizer.state[weight], None, Scaling(np.float32(factor)))
-    passes = passes_of(optimizer.update, optimizer.param_groups[0], [work])
+    passes = begin_step(optimizer, [work])
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run(passes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sp_lightning import optim
-from sp_lightning.optim.on_device import load_weight, step_on_device
-from sp_lightning.optim.passes import Work, passes_of, run
-from sp_lightning.optim.rules import Memory, Scaling
+from sp_lightning.optim.on_device import compile_for, load_weight, step_on_device
+from sp_lightning.optim.passes import Work, count, passes_of, run
+from sp_lightning.optim.rules import Memory, Pass, Scaling
 
 from ..helpers import never_waiting
 
@@ -53,11 +54,11 @@ def begun(
     weight = numbers(SIZE, only_finite).to(dtype)
     optimizer = cls([weight], **options)
     state = optimizer.state[weight]
-    passes_of(cls.update, optimizer.param_groups[0], [Work(weight, weight, state)])
+    begin_step(optimizer, [Work(weight, weight, state)])
     for name, value in state.items():
         if name == "low":
             value.copy_(torch.randint(0, 1 << 16, (SIZE,)))
-            value[STILL] = 1 << 15
+            value[STILL] = -(1 << 15)
         elif name == "exp_avg":
             value.copy_(numbers(SIZE, only_finite))
             value[STILL] = 0
@@ -65,6 +66,14 @@ def begun(
             value.copy_(numbers(SIZE, only_finite).square())
             value[STILL] = torch.tensor([0.0, -0.0]).repeat(STILL.stop // 2)  # was up, or not
     return optimizer, weight
+
+
+def begin_step(optimizer: optim.AdamW, works: Sequence[Work]) -> list[Pass]:
+    """Passes of the step that comes next, which is counted."""
+    in_group = [work._replace(group=optimizer.param_groups[0]) for work in works]
+    passes = passes_of(optimizer.update, in_group)
+    count(in_group)
+    return passes
 
 
 def moved(memory: Memory, device: torch.device) -> Memory:
@@ -124,13 +133,16 @@ def compare(
         gradient = numbers(SIZE, is_near).to(torch.bfloat16 if number % 2 else dtype)
         gradient[STILL] = 0
         work = Work(weight, gradient, optimizer.state[weight], copy, scaling)
-        (step,) = passes_of(cls.update, optimizer.param_groups[0], [work])
+        (step,) = begin_step(optimizer, [work])
         if ours is None or is_near:
             ours = moved(step.memory, device)
         ours = ours._replace(gradient=gradient.to(device))
         run([step])
+        there = step._replace(memory=ours)
+        if is_one:
+            compile_for([there])
         with never_waiting(device):
-            step_on_device(step._replace(memory=ours))
+            step_on_device(there)
         if is_near:
             assert_near(ours, step.memory, few=1e-4 * is_one)
         else:

@@ -127,10 +127,10 @@ def test_kernels_that_are_compiled_at_the_same_time_do_not_mix(tmp_path):
     """Two processes look into an empty cache and number their files alike; one of them writes its code last."""
     from numba.core.caching import IndexDataCacheFile
 
-    from sp_lightning.optim.kernels import kernel_of
+    from sp_lightning.optim.kernels import compile_loop
 
     kinds = [Kind(False, False, False, 4, 0, 4, 4, 4, 0), Kind(False, False, False, 2, 2, 2, 4, 4, 0)]
-    names = [kernel_of(kind)._cache._impl.filename_base for kind in kinds]
+    names = [compile_loop(kind)._cache._impl.filename_base for kind in kinds]
     first, second = (IndexDataCacheFile(str(tmp_path), name, "stamp") for name in names)
     with patch.object(IndexDataCacheFile, "_load_index", dict):
         first.save("first", "code of the first")

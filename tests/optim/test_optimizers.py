@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 
 import pytest
@@ -210,6 +211,37 @@ def test_an_argument_of_torchs_is_answered_with_ours(name):
         getattr(optim, name)([weight(torch.float)], fused=True)
 
 
+@pytest.mark.parametrize(
+    "option", [{"maximize": True}, {"amsgrad": True}, {"fused": True}, {"momentum": 0.9}, {"rate": 1e-3}]
+)
+def test_an_option_of_a_group_that_would_be_ignored_is_refused(option):
+    own = optim.AdamW([weight(torch.float)])
+    (name,) = option
+    for add in (lambda group: optim.AdamW([group]), own.add_param_group):
+        with pytest.raises(TypeError, match=f"`sp_lightning.optim.AdamW` has no argument `{name}`"):
+            add({"params": [weight(torch.float)], **option})
+    assert len(own.param_groups) == 1
+
+
+SCHEDULES = {
+    "one cycle": lambda own: torch.optim.lr_scheduler.OneCycleLR(own, max_lr=0.1, total_steps=9),
+    "cycles": lambda own: torch.optim.lr_scheduler.CyclicLR(own, base_lr=0.1, max_lr=0.2),
+    "averages": lambda own: torch.optim.swa_utils.SWALR(own, swa_lr=0.1),
+    "cosine": lambda own: torch.optim.lr_scheduler.CosineAnnealingLR(own, 9),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_groups_may_have_what_others_add(schedule):
+    """Labels, options of torch's that are off, and what schedulers leave: such groups are given again."""
+    labels = {"name": "head", "maximize": False, "foreach": None, "lr": 0.1, "lr_scale": 0.5}
+    own = optim.AdamW([{"params": [("weight", weight(torch.float))], **labels}])
+    SCHEDULES[schedule](own)
+    again = optim.AdamW(own.param_groups)
+    assert again.param_groups[0]["name"] == "head"
+    assert "initial_lr" in again.param_groups[0]
+
+
 def test_what_is_refused_leaves_the_optimizer_as_it_was():
     own = optim.AdamW([torch.nn.Parameter(torch.zeros(4, 8).t())])  # in another order, but without gaps
     with pytest.raises(ValueError, match="torch.float16"):
@@ -250,6 +282,27 @@ def test_a_checkpoint_of_another_layout_is_refused(saved, own, message):
     saved["state"][0].pop("exp_avg_scale", None)
     with pytest.raises(ValueError, match=message):
         own.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("change", ["plain pickle", "uint16", "step as an int"])
+def test_state_in_other_forms_is_loaded(change):
+    """It is pickled, or what earlier versions of torch or of this package have saved."""
+    p, own = stepped(optim.AdamW, torch.bfloat16)
+    saved = copy.deepcopy(own.state_dict())
+    state = saved["state"][0]
+    if change == "plain pickle":
+        saved = pickle.loads(pickle.dumps(saved))
+    elif change == "uint16":
+        state["low"] = state["low"].view(torch.uint16)
+    else:
+        state["step"] = 1
+    q = torch.nn.Parameter(p.detach().clone())
+    other = optim.AdamW([q])
+    other.load_state_dict(saved)
+    assert other.state[q].keys() == own.state[p].keys()
+    for name, value in own.state[p].items():
+        assert other.state[q][name].dtype == value.dtype
+        assert torch.equal(other.state[q][name], value)
 
 
 def stepped(cls, dtype, **options):
@@ -365,7 +418,7 @@ def test_a_weight_without_elements(by, moments, monkeypatch):
     """Beside others, and beside another one."""
     if by != "kernels":
         chosen = on_device.together if by == "torch, together" else list
-        monkeypatch.setattr(passes, "_run_kernels", lambda steps: [*map(on_device.step_on_device, chosen(steps))])
+        monkeypatch.setattr(passes, "_batches_of", lambda steps: [passes._Batch(chosen(steps))])
 
     def trained(shapes):
         weights = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.optim import of_torch
-from sp_lightning.optim.passes import run
-from sp_lightning.optim.rules import Pass
+from sp_lightning.optim.passes import step_weights
 
 from ..zoo.blocks import WIDTH, chain
 
@@ -93,12 +92,14 @@ def test_units_are_stepped_in_one_pass_with_the_bits_of_a_plain_step(
     make: partial[torch.optim.Optimizer], precision: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ours, and torch's fused ones under mixed precision: cast, scale, clip, update and copy."""
-    passes: list[Pass] = []
-    monkeypatch.setattr(of_torch, "run", lambda each: (passes.extend(each), run(each)))
+    stepped: list[Any] = []
+    monkeypatch.setattr(
+        of_torch, "step_weights", lambda update, works: (stepped.extend(works), step_weights(update, works))
+    )
     expected = fit(SingleDeviceStrategy(device="cpu"), make, precision=precision, **arguments)
-    assert not passes
+    assert not stepped
     got = fit(SuperpipelineStrategy(k=2, k_prime=1), make, precision=precision, **arguments)
-    assert passes
+    assert stepped
     assert all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))
 
 
