@@ -35,8 +35,9 @@ FOR_ONE_PROCESS = (
     "tests/optim",
 )  # fmt: skip
 WITH_FORK_SERVER = (
-    "tests/test_processes.py", "tests/test_fabric_processes.py", "tests/test_one_copy.py", "tests/test_fp8.py::test_two",
+    "tests/test_processes.py", "tests/test_fabric_processes.py", "tests/test_one_copy.py",
     "tests/pipeline/gradients/test_processes.py", "tests/pipeline/weights/test_buffers.py",
+    "tests/test_fp8.py::test_two",
 )  # fmt: skip
 
 
