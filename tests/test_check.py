@@ -143,6 +143,12 @@ def test_runs_are_measured_and_are_one_line_of_json(lines, capsys, tmp_path):
     assert capsys.readouterr().out.count("planned / measured") == 3
 
 
+def test_a_slow_machine_has_no_figure_of_zero():
+    """Rounded figures keep their significant digits, and their order."""
+    assert [speed_module._rounded(value) for value in (0.0, 0.00123456, 98765.4)] == [0.0, 0.001235, 98770.0]
+    assert speed_module._in_giga(2e6) == 0.002
+
+
 def test_the_line_names_nobody(lines):
     line = lines[-1].splitlines()[-1]
     assert not [name for name in (getpass.getuser(), socket.gethostname(), Path.home().name, "/") if f'"{name}' in line]

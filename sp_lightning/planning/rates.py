@@ -120,7 +120,7 @@ def measure() -> dict[str, float]:
         "memory_bandwidth": machine.host_memory,
     }
     # what is 0 has no device, and what is infinite was too fast to be seen
-    return {name: round(rate / 1e9, 1) for name, rate in assumed.items() if 0 < rate < math.inf}
+    return {name: float(f"{rate / 1e9:.3g}") for name, rate in assumed.items() if 0 < rate < math.inf}
 
 
 def measured_machine() -> Machine:
