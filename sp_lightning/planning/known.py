@@ -22,7 +22,7 @@ from torch import nn
 
 from sp_lightning.planning.assumptions import Assumptions
 
-Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "hosts", "recipes"]
+Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "fp8", "hosts", "recipes"]
 Entry: TypeAlias = dict[str, Any]
 # pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
 _SIDE, _PIXELS = 512, 16
