@@ -78,7 +78,7 @@ class Assumptions:
         memory_bandwidth: Bandwidth of CPU memory for cores and copies at once, in GB/s. None is 1.5 times
             `host_bandwidth`.
         fp8: Whether torchao multiplies in FP8, in all linear layers but the head. This rounds: numbers are others.
-        fp8_gain: How many times as fast as in 16 bits a GPU multiplies in FP8, at least.
+        fp8_gain: How many times as fast as in 16 bits the GPU multiplies in FP8, at least. None if it cannot.
         fp8_gain_at_best: The same at the highest speed. None is `fp8_gain`.
         precision: The Trainer's `precision`.
         accumulate: The Trainer's `accumulate_grad_batches`.
@@ -110,7 +110,7 @@ class Assumptions:
     host_bandwidth: float = 60.0
     memory_bandwidth: float | None = None
     fp8: bool = False
-    fp8_gain: float = 1.5
+    fp8_gain: float | None = 1.5
     fp8_gain_at_best: float | None = None
     precision: Precision = "bf16-mixed"
     gradient_clip_val: float | None = None
@@ -153,6 +153,10 @@ class Assumptions:
                 f"`optimizer={self.optimizer!r}` cannot be planned: its step takes a closure, or sparse gradients. "
                 "Plan with another one that keeps as much state."
             )
+        if self.fp8 and self.fp8_gain is None:
+            raise ValueError(
+                "`fp8` needs a GPU of compute capability 8.9 or newer, such as an RTX 40, an L40S or an H100."
+            )
         for name, nbytes in {"device_memory": self.device_bytes, "host_memory": self.host_bytes}.items():
             if nbytes < _LEAST_MEMORY:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
@@ -167,8 +171,10 @@ class Assumptions:
         clipped = "not clipped" if self.gradient_clip_val is None else "clipped by norm"
         desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
-        gains = dict.fromkeys((f"{self.fp8_gain:g}", f"{self.fp8_gain_at_best or self.fp8_gain:g}"))
-        in_fp8 = f" ({' to '.join(gains)} times as fast in FP8)" if self.fp8 else ""
+        in_fp8 = ""
+        if self.fp8:
+            gains = dict.fromkeys((self.fp8_gain, self.fp8_gain_at_best or self.fp8_gain))
+            in_fp8 = f" ({' to '.join(map(str, gains))} times as fast in FP8)"
         return (
             f"{devices} with {readable_bytes(self.device_bytes)}, "
             f"{readable_bytes(self.bytes_of_others)} of it for CUDA {desktop}, "

@@ -82,7 +82,9 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     division = find_units(module, given.units, given.resident, given.device_bytes)
     cast = weights_of_cast_layers(module) if is_mixed else set()
     # torchao's own casts need them as they are
-    cast -= {id(weight) for part in module.modules() if _in_fp8(part, given, vocabulary) for weight in part.parameters()}
+    cast -= {
+        id(weight) for part in module.modules() if _in_fp8(part, given, vocabulary) for weight in part.parameters()
+    }
     for weight in [weight for unit in division.units for weight in unit.weights]:
         if dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
@@ -209,7 +211,9 @@ def _casts(shapes: Sequence[torch.Size], given: Assumptions, share: float) -> tu
     rate = REACHED_OF_MEMORY * given.device_bandwidth * 1e9
     inputs, outputs = (given.tokens * sum(shape[side] for shape in shapes) for side in (1, 0))
     numbers = sum(shape.numel() for shape in shapes)
-    back = _OF_CAST * numbers + _OF_CAST_BACK * share * inputs + (_OF_CAST + (_OF_CAST_BACK - _OF_CAST) * share) * outputs
+    back = (
+        _OF_CAST * numbers + _OF_CAST_BACK * share * inputs + (_OF_CAST + (_OF_CAST_BACK - _OF_CAST) * share) * outputs
+    )
     largest = max((shape.numel() + given.tokens * sum(shape) for shape in shapes), default=0)
     return _OF_CAST * (inputs + numbers) / rate, back / rate, largest
 
@@ -230,8 +234,9 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     if given.devices > 1:
         added += given.devices * gradients + masters
     rate = given.compute * 1e12
-    work = sum(shape.numel() / (given.fp8_gain if in_fp8 else 1) for _, shape, in_fp8 in matrices)
-    forward = 2 * given.tokens * work / rate
+    gain = given.fp8_gain or 1
+    multiplied = sum(shape.numel() / (gain if in_fp8 else 1) for _, shape, in_fp8 in matrices)
+    forward = 2 * given.tokens * multiplied / rate
     # scores and sums by them; each token of a language model looks at those before it
     width = sum(shape[_QUERIES[layer]] for layer, shape, _ in matrices if layer in _QUERIES)
     pairs = given.tokens * min(given.tokens, given.length)
