@@ -171,10 +171,7 @@ class Assumptions:
         clipped = "not clipped" if self.gradient_clip_val is None else "clipped by norm"
         desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
-        in_fp8 = ""
-        if self.fp8:
-            gains = dict.fromkeys((self.fp8_gain, self.fp8_gain_at_best or self.fp8_gain))
-            in_fp8 = f" ({' to '.join(map(str, gains))} times as fast in FP8)"
+        in_fp8 = f", {self.fp8_gain} times as fast in FP8 at least," if self.fp8 else ""
         return (
             f"{devices} with {readable_bytes(self.device_bytes)}, "
             f"{readable_bytes(self.bytes_of_others)} of it for CUDA {desktop}, "

@@ -51,9 +51,8 @@ _NOT_EACH = re.compile(r"norm\w*\.linear$|\b(ff_context|add_[qkv]_proj|to_add_ou
 _ATTENTION_BACK = 2.5
 # a mixture's experts that are modules of their own
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
-_FP8_SIZE = 16  # FP8's kernels take multiples of it
-# bytes of GPU memory that a cast to FP8 reads and writes for a number in 16 bits, looking for the largest one first;
-# and a cast for the gradients of weights, which are products over tokens, and so need another layout
+# bytes of GPU memory that a compiled cast to FP8 reads and writes for a number, looking for the largest one first; and
+# one that also changes the layout, as gradients of weights are products over tokens
 _OF_CAST, _OF_CAST_BACK = 5, 7
 _BOTH_WAYS = 1.7  # the rate that copies in both directions reach together, by that of one of them
 # the rate of host memory if cores and copies use it at once, by the rate that the optimizer alone reaches
@@ -175,10 +174,13 @@ def assumed_machine(given: Assumptions) -> Machine:
 
 
 def _in_fp8(layer: nn.Module, given: Assumptions, vocabulary: Collection[int]) -> bool:
-    """Tell whether recipes have torchao convert a layer: a linear one of even sizes, but not the head."""
-    if not given.fp8 or type(layer) is not nn.Linear or layer.out_features in vocabulary:
-        return False
-    return layer.in_features % _FP8_SIZE == layer.out_features % _FP8_SIZE == 0
+    """Tell whether torchao converts a layer: a linear one but the head, with sizes that are multiples of 16."""
+    return (
+        given.fp8
+        and type(layer) is nn.Linear
+        and layer.out_features not in vocabulary
+        and layer.in_features % 16 == layer.out_features % 16 == 0
+    )
 
 
 def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[tuple[str, torch.Size, bool]]:
@@ -203,17 +205,15 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
 
 
 def _casts(shapes: Sequence[torch.Size], given: Assumptions, share: float) -> tuple[float, float, int]:
-    """Return the seconds of casts to FP8 in forward and in backward, and the bytes of the largest layer's numbers.
+    """Return the seconds of casts to FP8 in forward and in backward, and the bytes that those of a layer take.
 
-    Of weights whose part `share` is trained. Inputs and weights are cast in forward and, as they are saved in 16 bits,
-    again in backward.
+    A `share` of the weights of these shapes is trained. Tensors that are saved for backward have 16 bits, so backward
+    casts them again.
     """
     rate = REACHED_OF_MEMORY * given.device_bandwidth * 1e9
     inputs, outputs = (given.tokens * sum(shape[side] for shape in shapes) for side in (1, 0))
     numbers = sum(shape.numel() for shape in shapes)
-    back = (
-        _OF_CAST * numbers + _OF_CAST_BACK * share * inputs + (_OF_CAST + (_OF_CAST_BACK - _OF_CAST) * share) * outputs
-    )
+    back = _OF_CAST * numbers + _OF_CAST_BACK * (share * inputs + outputs)
     largest = max((shape.numel() + given.tokens * sum(shape) for shape in shapes), default=0)
     return _OF_CAST * (inputs + numbers) / rate, back / rate, largest
 

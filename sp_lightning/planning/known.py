@@ -123,7 +123,7 @@ def recipe(name: str, given: Assumptions) -> str:
     typed = " ".join(f"--{option} {value}" for option, value in options.items())
     command: str = script["full" if given.lora is None else "lora"]
     if given.fp8:
-        if not script.get("has_fp8"):
+        if "has_fp8" not in script:
             return ""
         typed += " --fp8"
     return f"{command.format(hub=entry['hub'], lora=given.lora)} {size} {typed}"
