@@ -154,9 +154,7 @@ class Assumptions:
                 "Plan with another one that keeps as much state."
             )
         if self.fp8 and self.fp8_gain is None:
-            raise ValueError(
-                "`fp8` needs a GPU of compute capability 8.9 or newer, such as an RTX 40, an L40S or an H100."
-            )
+            raise ValueError("`fp8` needs a GPU of compute capability 8.9 or newer, such as an RTX 40 or an H100.")
         for name, nbytes in {"device_memory": self.device_bytes, "host_memory": self.host_bytes}.items():
             if nbytes < _LEAST_MEMORY:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")

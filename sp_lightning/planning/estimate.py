@@ -81,9 +81,9 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     division = find_units(module, given.units, given.resident, given.device_bytes)
     cast = weights_of_cast_layers(module) if is_mixed else set()
     # torchao's own casts need them as they are
-    cast -= {
-        id(weight) for part in module.modules() if _in_fp8(part, given, vocabulary) for weight in part.parameters()
-    }
+    for part in module.modules():
+        if _in_fp8(part, given, vocabulary):
+            cast -= set(map(id, part.parameters()))
     for weight in [weight for unit in division.units for weight in unit.weights]:
         if dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
@@ -201,7 +201,8 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
             if chosen is not None and weight.dim() == 3 and weight.shape[0] == experts:
                 yield from [(name, weight.shape[1:], False)] * chosen
             elif weight.dim() > 1 and min(weight.shape[:2]) > (given.lora or 0):
-                yield name.rpartition(".")[2], weight.shape, _in_fp8(module, given, model.vocabulary)
+                in_fp8 = _in_fp8(module, given, model.vocabulary)
+                yield name.rpartition(".")[2], weight.shape, in_fp8
 
 
 def _casts(shapes: Sequence[torch.Size], given: Assumptions, share: float) -> tuple[float, float, int]:
@@ -247,7 +248,8 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     moved = sum(shape[-1] + (0 if shape[0] in model.vocabulary else shape[-2]) for shape in shapes)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
     share = masters / max(1, weights)  # of the weights whose gradients are computed
-    casts, casts_back, cast = _casts([shape for _, shape, in_fp8 in matrices if in_fp8], given, share)
+    converted = [shape for _, shape, in_fp8 in matrices if in_fp8]
+    casts, casts_back, cast = _casts(converted, given, share)
     call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved) + cast, repeatable=True)
     once = forward + attention + casts
     is_free = given.optimizer_on == "auto"

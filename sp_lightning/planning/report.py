@@ -152,7 +152,7 @@ class Row:
         if self.has_logits and given.loss == "chunked":
             lines.insert(0, "sp_lightning.loss_in_slices(model)")
         if given.fp8:
-            lines.insert(0, "torchao.float8.convert_to_float8_training(blocks)  # the model's list of them")
+            lines.insert(0, "torchao.float8.convert_to_float8_training(blocks)  # of the model")
         return "\n".join(f"    {line}" for line in lines)
 
 
@@ -194,13 +194,14 @@ class Report:
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
         slow, fast = best.tokens_per_second
-        fp8 = " that multiplies in FP8" if given.fp8 else ""
+        precision = given.precision + " that multiplies in FP8" * given.fp8
         return (
-            f"{self.title} fits with {given.optimizer_words} in {given.precision}{fp8}, including the first steps: "
+            f"{self.title} fits with {given.optimizer_words} in {precision}, including the first steps: "
             f"{best.memory}.\n"
             f"Estimated speed: {best.speed} tokens/s ({readable_hours(1e6 / fast, 1e6 / slow)} per million); a step of "
             f"{given.tokens_in_step:,} tokens takes {readable_seconds(step.seconds)}"
-            f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}.{self.advice()}"
+            f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}."
+            f"{self.advice()}"
         )
 
     def advice(self) -> str:
@@ -209,7 +210,9 @@ class Report:
         if other is None:
             return ""
         pays = self.best.tokens_per_second[0] > _PAYS * other.tokens_per_second[0]
-        verdict = "FP8 rounds, so its numbers are not exact" if pays else "FP8 does not pay here, so leave out `--fp8`"
+        verdict = "FP8 does not pay here, so leave out `--fp8`"
+        if pays:
+            verdict = "FP8 rounds, so its numbers are not exact"
         return f"\n{verdict}. Without FP8: {other.speed} tokens/s."
 
 
@@ -245,8 +248,9 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     fits = any(row.step is not None for row in rows)
     remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
     report = Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
-    in_16_bits = plan_row(module, replace(report.best.given, fp8=False)) if given.fp8 and fits else None
-    return replace(report, in_16_bits=in_16_bits)
+    if not (given.fp8 and fits):
+        return report
+    return replace(report, in_16_bits=plan_row(module, replace(report.best.given, fp8=False)))
 
 
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
