@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from accelerate import DistributedType
+from accelerate import DistributedType, ParallelismConfig
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -132,6 +134,8 @@ def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ValueError, match=f"does not work with {kind.value}: leave it out"):
             build("Trainer", tmp_path, streams=True)
         monkeypatch.undo()
+    with pytest.raises(ValueError, match="does not work with `parallelism_config`: leave it out"):
+        build("Trainer", tmp_path, streams=True, parallelism_config=ParallelismConfig())
     trainer = build("Trainer", tmp_path, streams=True)
     trainer.model.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(ValueError, match="LlamaForCausalLM was loaded with a `device_map` of several devices"):
@@ -195,6 +199,21 @@ def test_a_trainer_that_comes_first_is_refused() -> None:
 def test_streaming_takes_options(streaming: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a `sp_lightning.PipelineOptions`, such as .*PipelineOptions\(k=3\)`"):
         sp_lightning.transformers.SuperpipelineTrainer(llama(), streaming=streaming)
+
+
+def test_a_run_says_once_what_streams(tmp_path: Path) -> None:
+    """And what came of it, by transformers' logger; a plan that was said is not said again."""
+    trainer = build("SFT", tmp_path, streams=True, max_steps=8, gradient_accumulation_steps=1)
+    said: list[str] = []
+    logger = logging.getLogger("transformers.sp_lightning")
+    with patch.object(logger, "handle", lambda record: said.append(record.getMessage())):
+        trainer.train()
+        trainer.evaluate(rows())
+        trainer.predict(rows())
+    plan, outcome = said
+    assert "superpipeline runs LlamaForCausalLM as follows:\ndevice  " in plan
+    assert re.search(r"\nunits +5: 2 at a time on the CPU", plan)
+    assert re.search(r"superpipeline: 8 batches, \d+ unit loads .* A batch takes .* The device computes \d+%", outcome)
 
 
 def test_names_that_are_relied_on(tmp_path: Path) -> None:
