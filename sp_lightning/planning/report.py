@@ -209,9 +209,8 @@ class Report:
         other = self.in_16_bits
         if other is None:
             return ""
-        pays = self.best.tokens_per_second[0] > _PAYS * other.tokens_per_second[0]
         verdict = "FP8 does not pay here, so leave out `--fp8`"
-        if pays:
+        if self.best.tokens_per_second[0] > _PAYS * other.tokens_per_second[0]:
             verdict = "FP8 rounds, so its numbers are not exact"
         return f"\n{verdict}. Without FP8: {other.speed} tokens/s."
 
@@ -248,9 +247,9 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     fits = any(row.step is not None for row in rows)
     remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
     report = Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
-    if not (given.fp8 and fits):
-        return report
-    return replace(report, in_16_bits=plan_row(module, replace(report.best.given, fp8=False)))
+    if given.fp8 and fits:
+        report = replace(report, in_16_bits=plan_row(module, replace(report.best.given, fp8=False)))
+    return report
 
 
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
