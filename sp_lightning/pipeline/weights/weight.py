@@ -219,7 +219,7 @@ class UsesUnderAutocast(Protocol):
 
 
 class GradientLife(enum.Enum):
-    """What has become of a weight's gradient, as far as it is the engine's.
+    """The state of a weight's gradient, as far as it is the engine's.
 
     NONE ----> OURS ----> USED             a step has used it, and it stays for a loop that adds to it
       ^         | ^--------' |             backward has added to it
