@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Division, Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, STAGING_OF_SEVERAL
+from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.planning.assumptions import COMPACT, Assumptions
 from sp_lightning.planning.measure import work_of
 from sp_lightning.planning.memory import ways_of
@@ -51,6 +52,8 @@ _NOT_EACH = re.compile(r"norm\w*\.linear$|\b(ff_context|add_[qkv]_proj|to_add_ou
 _ATTENTION_BACK = 2.5
 # a mixture's experts that are modules of their own
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
+# of weights of 4 bits, those that share a byte of scale, and the bytes of GPU memory that using one of them moves
+_GROUP_OF_SCALE, _UNPACKED = 64, 4.5
 _BOTH_WAYS = 1.7  # the rate that copies in both directions reach together, by that of one of them
 # the rate of host memory if cores and copies use it at once, by the rate that the optimizer alone reaches
 _MEMORY_FOR_ALL = 1.5
@@ -80,6 +83,11 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     for weight in [weight for unit in division.units for weight in unit.weights]:
         if dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
+    rounded = {id(layer.weight) for layer in _adapted_layers(module, vocabulary)} if given.bits == 4 else ()
+    for weight in [weight for unit in division.all_units() for weight in unit.weights]:
+        if id(weight.master) in rounded:
+            weight.layout = torch.empty(weight.master.numel() // 2, device="meta")
+            weight.dtype = weight.compute_dtype = torch.uint8
     return DividedModel(module, division, vocabulary, chosen_experts)
 
 
@@ -125,7 +133,8 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         add_seconds=(given.accumulate > 1) * 3 * masters / (given.host_bandwidth * 1e9),
         # the resident unit saves all the time, and the clock lets it compute only in forward
         rest_seconds=resident.backward_seconds,
-        outside_bytes=resident.ways[0].held,
+        # the scales of rounded weights do not stream
+        outside_bytes=resident.ways[0].held + sum(map(_rounded, division.all_units())) // _GROUP_OF_SCALE,
         turn_bytes=int(turn),
     )
 
@@ -133,10 +142,15 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
 def _add_adapters(module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None) -> None:
     """Freeze a model, and add the numbers of an adapter to each of its linear layers but the head."""
     module.requires_grad_(False)
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and layer.out_features not in vocabulary:
-            numbers = torch.empty(rank, layer.in_features + layer.out_features, device="meta", dtype=dtype)
-            layer.adapter = nn.Parameter(numbers)
+    for layer in _adapted_layers(module, vocabulary):
+        numbers = torch.empty(rank, layer.in_features + layer.out_features, device="meta", dtype=dtype)
+        layer.adapter = nn.Parameter(numbers)
+
+
+def _adapted_layers(module: nn.Module, vocabulary: Collection[int]) -> list[nn.Linear]:
+    """Return the layers that get adapters: all linear ones but the head."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return [layer for layer in layers if layer.out_features not in vocabulary]
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -187,12 +201,20 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
                 yield name.rpartition(".")[2], weight.shape
 
 
+def _numbers(weights: Iterable[Weight]) -> int:
+    return sum(weight.master.numel() for weight in weights)
+
+
+def _rounded(unit: Unit) -> int:
+    """Return how many numbers of a unit have 4 bits."""
+    return _numbers(weight for weight in unit.weights if weight.dtype is torch.uint8)
+
+
 def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequence[Policy]) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
     matrices = [*_matrices(unit, given, model)]
     shapes = [shape for _, shape in matrices]
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
-    weights = sum(weight.nbytes for weight in unit.weights)
     masters = sum(weight.nbytes for weight in trained)
     # written to be sent
     lowered = sum(weight.compute_bytes for weight in trained if weight.lowered)
@@ -204,16 +226,21 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
         added += given.devices * gradients + masters
     rate = given.compute * 1e12
     forward = 2 * given.tokens * sum(shape.numel() for shape in shapes) / rate
+    # it multiplies once for the input's gradient, and once more for the gradient of each trained weight
+    backward = forward * (1 + _numbers(trained) / max(1, _numbers(unit.weights)))
+    unpacking = _UNPACKED * _rounded(unit) / (REACHED_OF_MEMORY * given.device_bandwidth * 1e9)
     # scores and sums by them; each token of a language model looks at those before it
     width = sum(shape[_QUERIES[layer]] for layer, shape in matrices if layer in _QUERIES)
     pairs = given.tokens * min(given.tokens, given.length)
     attention = (2 if model.vocabulary else 4) * pairs * width / rate
+    forward += unpacking + attention
     is_mixed = given.precision.endswith("mixed")
     nbytes = given.tokens * (4 if given.precision == "32-true" else 2)
     inputs = (2 if is_mixed else 1) * nbytes * shapes[0][-1] if shapes else 0
     moved = sum(shape[-1] + (0 if shape[0] in model.vocabulary else shape[-2]) for shape in shapes)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
-    call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved), repeatable=True)
+    whole = 2 * max((shape.numel() for shape in shapes), default=0) if unpacking else 0
+    call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved) + whole, repeatable=True)
     is_free = given.optimizer_on == "auto"
     work = work_of(
         unit,
@@ -226,10 +253,9 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     )
     return replace(
         work,
-        forward_seconds=forward + attention,
-        # it multiplies once for the input's gradient, and once more for the gradient of each trained weight
-        backward_seconds=forward * (1 + masters / max(1, weights)) + _ATTENTION_BACK * attention,
+        forward_seconds=forward,
+        backward_seconds=backward + unpacking + _ATTENTION_BACK * attention,
         step_bytes=work.step_bytes + lowered + added,
-        ways=ways_of([call], forward + attention, policies),
-        piece_bytes=bytes_of_step(sum(weight.master.numel() for weight in trained)) if given.moments else 0,
+        ways=ways_of([call], forward, policies),
+        piece_bytes=bytes_of_step(_numbers(trained)) if given.moments else 0,
     )

@@ -2,8 +2,9 @@
 
 Models have the arguments of a class of their library, as they are published. They have the shapes of its layers, so
 that the library is not needed, and the command to train them, or adapters, with a recipe of `examples/`. Hosts have
-rates to assume, and some have a desktop. GPUs have about the memory that torch shows, the peak that their maker states
-and, by class, the share of it that training reaches (their *reach*). Each entry has its source.
+rates to assume, and some have a desktop. GPUs have about the memory that torch shows, the peak that their maker states,
+their generation and lanes of PCIe and, by class, the share of the peak that training reaches (their *reach*), and the
+host that they are in if none is named. Each entry has its source.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.resources import files
@@ -34,6 +36,9 @@ _OPTIONS = {
     "optimizer-on": "optimizer_on",
     "devices": "devices",
 }
+# GB/s of 16 lanes of PCIe in one direction, as copies from pinned memory reach it, by generation
+_LINKS = {3: 12.5, 4: 25.0, 5: 50.0}
+_LANES = 16
 # words that people leave out of a card's name, or put before it
 _MAKER = re.compile(r"nvidia|geforce|rtx|tesla|[\s-]")
 
@@ -53,23 +58,45 @@ def find(kind: Kind, name: str) -> Entry | None:
 
 def gpu_named(name: str) -> str | None:
     """Return the full name of a card; the argument may lack its maker and series: "4090", "rtx4090"."""
-    short = _MAKER.sub("", name.casefold())
-    return next((gpu for gpu in known("gpus") if _MAKER.sub("", gpu.casefold()) == short), None)
+    return next((gpu for gpu in known("gpus") if _short(gpu) == _short(name)), None)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the names most like one that is not known: first those that begin like it."""
+    names_by_key = {_short(each): each for each in names}
+    key = _short(name)
+    near = [each for each in names_by_key if each.startswith(key) or key.startswith(each)]
+    near += get_close_matches(key, names_by_key, n=3, cutoff=0.6)
+    return ", ".join(names_by_key[each] for each in list(dict.fromkeys(near))[:4])
+
+
+def _short(name: str) -> str:
+    return _MAKER.sub("", name.casefold())
+
+
+def link_of(gpu: str | None, lanes: int) -> float:
+    """Return the GB/s of a card's link, in a slot with so many PCIe lanes; None stands for the card that is assumed."""
+    entry = known("gpus")[gpu] if gpu else {"link": Assumptions.link, "lanes": _LANES}
+    whole: float = entry.get("link") or _LINKS[entry["pcie"]]
+    return whole * min(lanes, entry["lanes"]) / _LANES
 
 
 def rates_of_gpu(name: str) -> Entry:
-    """Return the assumptions about a card: its memory, its link, and its lowest and highest speed."""
+    """Return the assumptions about a card: its memory, its link, its lowest and highest speed, and its usual host."""
     gpu = gpu_named(name)
     if gpu is None:
+        near = nearest(name, known("gpus"))
         raise ValueError(
-            f"gpu: {name!r} is not one of {', '.join(known('gpus'))}. Describe another one by `--device-memory`, "
-            "`--link` and `--compute`."
+            f"`--gpu`: {name!r} is not a card that is built in. "
+            f"{f'The nearest ones: {near}' if near else 'They are ' + ', '.join(known('gpus'))}. Describe another one "
+            "by `--device-memory`, `--link` and `--compute`."
         )
     entry = known("gpus")[gpu]
     reach = known("reaches")[entry["reach"]]
     return {
+        **(rates_of_host(reach["host"]) if "host" in reach else {}),
         "device_memory": entry["device_memory"],
-        "link": entry["link"],
+        "link": link_of(gpu, _LANES),
         "device_bandwidth": entry["memory_bandwidth"],
         "compute": entry["peak"] * reach["low"],
         "compute_at_best": entry["peak"] * reach["high"],
@@ -81,7 +108,7 @@ def rates_of_host(name: str) -> Entry:
     entry = find("hosts", name)
     if entry is None:
         raise ValueError(f"`--host`: {name!r} is not one of {', '.join(known('hosts'))}")
-    return {rate: value for rate, value in entry.items() if rate != "source"}
+    return {"desktop": False, **{rate: value for rate, value in entry.items() if rate != "source"}}
 
 
 def batch_of(name: str) -> dict[str, int]:
@@ -96,19 +123,19 @@ def batch_of(name: str) -> dict[str, int]:
 def recipe(name: str, given: Assumptions) -> str:
     """Return the command that trains a model as it was planned; nothing if no recipe does just that."""
     entry = find("models", name) or {}
-    script = find("recipes", entry.get("recipe", ""))
+    script = find("recipes", entry.get("recipe", "")) or {}
+    trained = "full" if given.lora is None else "lora" if given.bits == 16 else "qlora"
     length = min(given.tokens, given.length)
     takes_whole_rows = given.tokens % length == 0
     # recipes have no options for these
     is_usual = given.optimizer == "AdamW" and given.units is None and not given.resident
-    if script is None or not is_usual or not takes_whole_rows:
+    if trained not in script or not is_usual or not takes_whole_rows:
         return ""
-    size = f"--length {length}"
-    if "text_tokens" in entry:
-        side = _PIXELS * math.isqrt(max(0, length - entry["text_tokens"]))
-        if (side // _PIXELS) ** 2 + entry["text_tokens"] != length:
+    text = entry.get("text_tokens", 0)
+    side = _PIXELS * math.isqrt(max(0, length - text))
+    if "{side}" in script["size"]:
+        if (side // _PIXELS) ** 2 + text != length:
             return ""  # no image has that many
-        size = f"--side {side}"
     elif given.loss == "whole":
         return ""
     options = {
@@ -117,31 +144,32 @@ def recipe(name: str, given: Assumptions) -> str:
         "batch-size": given.tokens // length,
         **given.typed(_OPTIONS),
     }
-    typed = " ".join(f"--{option} {value}" for option, value in options.items())
-    command: str = script["full" if given.lora is None else "lora"]
-    return f"{command.format(hub=entry['hub'], lora=given.lora)} {size} {typed}"
+    typed = (f"--{option} {value}" for option, value in options.items())
+    command: str = " ".join(filter(None, [script[trained], script["size"], *typed]))
+    return command.format(hub=entry["hub"], lora=given.lora, length=length, side=side)
 
 
 def named_model(name: str) -> nn.Module:
     """Build a model with a known name, or with a configuration of transformers, on the meta device."""
     is_file = Path(name).exists()
     shapes = None if is_file else find("shapes", name)
-    near = get_close_matches(name.rpartition("/")[2], known("models"), n=3, cutoff=0.6)
-    nearest = f" The nearest names that are built in: {', '.join(near)}." if near else ""
+    near = nearest(name.rpartition("/")[2], known("models"))
+    builtin = f" The nearest names that are built in: {near}." if near else ""
     with torch.device("meta"):
         if shapes is not None:
             return of_shapes(shapes)
-        if "/" not in name and not is_file:
+        if not is_file and (name.count("/") != 1 or name[0] in "./~" or name.endswith(".json")):
             raise ValueError(
-                f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file.{nearest} A model "
-                "of the hub has its organization before its name."
+                f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file or folder.{builtin} "
+                "A model of the hub has its organization before its name."
             )
         try:
             return of_transformers(import_module("transformers").AutoConfig.from_pretrained(name))
         except (ImportError, OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
             raise ValueError(
                 f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a "
-                f"configuration of transformers.{nearest} {error}"
+                f"configuration of transformers.{builtin} {reason}"
             ) from error
 
 

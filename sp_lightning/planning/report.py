@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from torch import nn
 
@@ -15,17 +16,26 @@ from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import Assumptions, as_sold, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
+from sp_lightning.planning.clock import predict
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 # from how many seconds on, how many one has, and its name
-_LONG_TIMES = ((172_800, 86_400, "days"), (5_400, 3_600, "hours"), (90, 60, "minutes"), (0, 1, "seconds"))
+_LONG_TIMES = (
+    (172_800, 86_400, "days"),
+    (5_400, 3_600, "hours"),
+    (90, 60, "minutes"),
+    (0.1, 1, "seconds"),
+    (0, 1e-3, "milliseconds"),
+)
 _HEAD = f"{'':<34}{'GPU memory':>11}{'RAM':>11}{'step':>11}  bottleneck"
 _PLACES = {"device": "GPU memory", "host": "RAM"}
 _WIDTH = 110
-_RANK = 16  # rank of the adapters that are planned if training all weights does not fit
+RANK = 16
+"""Rank of the adapters that are planned if training all weights does not fit."""
+
 _GIB = 2**30
 _NANOSECOND = 1e-9
 _BOTTLENECKS = {
@@ -55,6 +65,7 @@ class Row:
     error: TooLittleMemory | None = None  # why nothing fits
     units: int = 0  # number of units of the model
     has_logits: bool = False  # whether it makes logits, over a vocabulary
+    checkpoint_bytes: int = 0  # trained weights and optimizer state on disk
 
     def __str__(self) -> str:
         given, step = self.given, self.step
@@ -129,11 +140,11 @@ class Row:
         staying, streamed, visiting = self.living, self.units - self.living, len(step.choice.visiting)
         places = []
         if staying:
-            places.append(f"{staying} stay on the GPU with their optimizer state")
+            places.append(f"the GPU keeps {staying} with optimizer state")
         if streamed:
-            places.append(f"{streamed} stream through k={step.choice.k} places")
+            places.append(f"{'it' if staying else 'the GPU'} streams {streamed} through k={step.choice.k} places")
         if visiting:
-            places.append(f"the GPU updates {visiting} of these while their state passes through")
+            places.append(f"it updates {visiting} of these while their state passes through")
         if visiting < streamed:
             places.append(f"the CPU updates {'the other ' if visiting else ''}{streamed - visiting}")
         return f"Of {self.units} units, {', '.join(places)}. Activations: {ways}."
@@ -155,13 +166,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Whether a model can be trained, and the predicted cost of that. The first lines of `str()` are the answer."""
+    """Whether a model can be trained, and the predicted cost of that. The first lines of `str()` are the answer.
+
+    Of a model with a `convolution` whose windows overlap, only weights and optimizer state are planned.
+    """
 
     title: str  # the model's name, and the machine's
     sizes: str
     rows: Sequence[Row]  # the requested row, then those with more compact moments
     # if nothing fits, changes with which training fits: each has been planned
     remedies: Sequence[tuple[str, Row]] = ()
+    convolution: str = ""  # the name of one, if there is any
 
     @property
     def best(self) -> Row:
@@ -172,8 +187,15 @@ class Report:
         table = [_HEAD, *map(str, self.rows)]
         assumed = textwrap.fill(f"Assumed: {self.rows[0].given}", _WIDTH)
         parts = [self.answer(), f"{self.sizes}\n{assumed}", "\n".join(table)]
+        if self.convolution:
+            parts = parts[:1]
+        elif self.best.step is not None:
+            disk = (
+                f"A checkpoint takes {readable_bytes(self.best.checkpoint_bytes)} of disk space; there are two while "
+            )
+            parts.append(f"{textwrap.fill(self.best.choice(), _WIDTH)}\n{disk}one is written.")
         if self.best.step is not None:
-            parts.append(f"{textwrap.fill(self.best.choice(), _WIDTH)}\n\nType:\n{self.best.code()}")
+            parts.append(f"Type:\n{self.best.code()}")
         return "\n\n".join(parts)
 
     def answer(self) -> str:
@@ -189,6 +211,13 @@ class Report:
             missing = best.missing(f", mostly for {best.error.most}")
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
+        if self.convolution:
+            return (
+                f"{self.title} has convolutions ({self.convolution!r}), whose activations grow with the images, so "
+                "GPU memory and speed are not planned.\nWeights, gradients and optimizer state need "
+                f"{readable_bytes(step.host_bytes)} of RAM with {given.optimizer_words} in {given.precision}. "
+                "`sp-lightning check cuda --model CLASS --data CLASS` trains six steps on your GPU."
+            )
         slow, fast = best.tokens_per_second
         return (
             f"{self.title} fits with {given.optimizer_words} in {given.precision}, including the first steps: "
@@ -227,10 +256,20 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if not parameters:
         raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
+    convolution = _convolution(module)
+    if convolution:  # activations are not estimated: as few as there can be
+        given = replace(given, tokens=1, length=1)
     rows = [plan_row(module, way) for way in ladder(given)]
     fits = any(row.step is not None for row in rows)
-    remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
-    return Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
+    remedies = () if fits or convolution else tuple(_remedies(module, rows[0], rows[-1]))
+    return Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies, convolution)
+
+
+def _convolution(module: nn.Module) -> str:
+    """Return the name of a convolution that is no cutting into patches; nothing if there is none."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d | nn.Conv3d)]
+    # models that are built in have no strides, and no such layer
+    return next((name for name, layer in layers if "stride" in vars(layer) and layer.kernel_size != layer.stride), "")
 
 
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
@@ -238,7 +277,14 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     model = divide(module, given)
     workload, machine = estimate_work(model, given), assumed_machine(given)
     budget, host_budget = given.device_room, given.host_room
-    row = Row(given, None, units=len(workload.units), has_logits=workload.turn_bytes > 0)
+    trained = [weight for weight in model.module.parameters() if weight.requires_grad]
+    row = Row(
+        given,
+        None,
+        units=len(workload.units),
+        has_logits=workload.turn_bytes > 0,
+        checkpoint_bytes=sum(weight.nbytes for weight in trained) + given.state_bytes(trained),
+    )
     try:
         step = choose(workload, machine, budget, host_budget=host_budget)
     except TooLittleMemory as error:
@@ -246,7 +292,11 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     at_best = None
     if given.compute_at_best is not None:
         faster = estimate_work(model, replace(given, compute=given.compute_at_best))
-        at_best = choose(faster, machine, budget, host_budget=host_budget)
+        # the search may miss the plan of the lower speed, which is there at the higher one, too
+        ways = zip(faster.units, step.choice.ways, strict=True)
+        same = replace(step.choice, ways=tuple(unit.way(way.policy) for unit, way in ways))
+        found = choose(faster, machine, budget, host_budget=host_budget)
+        at_best = min(found, predict(faster, machine, same), step, key=attrgetter("seconds"))
     first = first_host_bytes(workload, first_choice(workload, budget, host_budget))
     return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
 
@@ -295,8 +345,11 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
             )
         if given.gradient_clip_val is not None:
             yield "without clipping", replace(given, gradient_clip_val=None)
+    lora = replace(first.given, lora=given.lora or RANK)
     if given.lora is None:
-        yield f"with LoRA on a frozen base (`--lora {_RANK}`)", replace(first.given, lora=_RANK)
+        yield f"with LoRA on a frozen base (`--lora {RANK}`)", lora
+    if given.bits != 4 and last.has_logits:  # recipes for images load a base before they round it
+        yield f"with QLoRA, on a base of 4 bits (`--lora {lora.lora} --bits 4`)", replace(lora, bits=4)
 
 
 def _typed(given: Assumptions, arguments: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,76 @@
+"""`sp-lightning plan` without a model: the best way to train models of several kinds and sizes on one machine.
+
+The ways of a model are tried from the one that trains most to the one that needs least: all weights with torch's AdamW,
+then with compact ones, then adapters (LoRA), then adapters on a base of 4 bits (QLoRA). Only what a recipe of examples/
+trains is offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sp_lightning.pipeline.stats import readable_bytes
+from sp_lightning.planning.assumptions import Assumptions, ladder
+from sp_lightning.planning.known import batch_of, named_model, recipe
+from sp_lightning.planning.report import RANK, Row, plan_row
+
+MODELS = {
+    "decoder": ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B-Instruct"),
+    "mixture": ("Qwen3-30B-A3B",),
+    "images and text": ("SmolVLM-Instruct", "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct"),
+    "diffusion": ("Wan2.1-T2V-1.3B", "stable-diffusion-3.5-large", "FLUX.1-dev", "Qwen-Image"),
+}
+"""The models that are offered, by kind."""
+
+_FEWER = 4  # where a batch does not fit, a step has as many smaller ones
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The best way to train a model, or the last one that was tried, if none fits."""
+
+    kind: str
+    model: str
+    row: Row
+    command: str  # of a recipe
+
+    def __str__(self) -> str:
+        row, given = self.row, self.row.given
+        label = f"{self.kind:<16}{self.model:<27}"
+        if row.step is None:
+            return f"{label}does not fit: {row.missing()}"
+        trained = "all weights" if given.lora is None else "LoRA" if given.bits == 16 else "QLoRA"
+        kept = f", {given.moments} moments" if given.moments else ""
+        memory = f"{readable_bytes(row.step.device_bytes):>10}{readable_bytes(row.step.host_bytes):>11}"
+        return f"{label}{trained + kept:<26}{memory}  {row.speed}"
+
+
+HEAD = f"{'':<43}{'trained':<26}{'GPU':>10}{'RAM':>11}  tokens/s"
+
+
+def offers(given: Assumptions) -> Iterator[Offer]:
+    """Yield the best way to train each model on a machine."""
+    for kind, names in MODELS.items():
+        for name in names:
+            yield _best(kind, name, replace(given, **batch_of(name)))
+
+
+def _best(kind: str, name: str, given: Assumptions) -> Offer:
+    module = named_model(name)
+    for way in _ways(given):
+        command = recipe(name, way)
+        if command:
+            offer = Offer(kind, name, plan_row(module, way), command)
+            if offer.row.step is not None:
+                break
+    return offer
+
+
+def _ways(given: Assumptions) -> Iterator[Assumptions]:
+    """Yield the ways to train, each in one batch a step, and in several smaller ones."""
+    lora = replace(given, lora=RANK)
+    for way in (*ladder(given), lora, replace(lora, bits=4)):
+        yield way
+        if way.tokens >= _FEWER * way.length:
+            yield replace(way, tokens=way.tokens // _FEWER, accumulate=_FEWER * way.accumulate)
