@@ -41,14 +41,13 @@ from sp_lightning.lightning_cli import (
     in_the_namespace_of_the_model,
 )
 from sp_lightning.pipeline import readable_bytes
-from sp_lightning.pipeline.lanes.devices import full_device
+from sp_lightning.pipeline.lanes.accelerator import full_device
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.known import (
     batch_of,
     find,
     gpu_named,
     known,
-    link_of,
     named_model,
     rates_of_gpu,
     rates_of_host,
@@ -84,7 +83,6 @@ recipes, each a script for a tiny model, or for a model and data of yours:
 
 `{PROGRAM} COMMAND --help` lists the arguments of a command."""
 
-_SHARED_LANES = 8  # of each of several GPUs in a desktop
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -218,13 +216,11 @@ def _plan(arguments: Sequence[str]) -> None:
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     gpu = gpu_named(options.gpu or found)
     if options.gpu or gpu:
-        rates |= rates_of_gpu(options.gpu or found)
+        rates |= rates_of_gpu(options.gpu or found, options.lanes, options.devices)
     if options.gpu is None:
         rates.pop("device_memory", None)  # the GPU itself is asked
     if options.host is not None:
         rates |= rates_of_host(options.host)
-    if lanes := options.lanes or (options.devices > 1 and rates.get("desktop") and _SHARED_LANES):
-        rates["link"] = link_of(gpu, lanes)
     if options.measure:
         rates |= measure()
     if any(each.partition("=")[0] == "--compute" for each in arguments):

@@ -20,7 +20,7 @@ from machine_speed import Shape, speed
 from sp_lightning import cli
 from sp_lightning.check import _UPLOADS, _judge, _Placed, _train, lost_uploads
 from sp_lightning.pipeline import Engine, WindowPlan
-from sp_lightning.pipeline.lanes.devices import make_backend
+from sp_lightning.pipeline.lanes.accelerator import make_backend
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.planning.work import Machine
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,14 +19,13 @@ import torch
 from torch import nn
 
 from sp_lightning.optim.on_device import bytes_of_step
-from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.lanes.accelerator import KERNEL_SECONDS, REACHED_OF_MEMORY
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.finder import find_units
 from sp_lightning.pipeline.units.unit import Division, Unit
 from sp_lightning.pipeline.weights.autocast import weights_of_cast_layers
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS, STAGING_OF_SEVERAL
-from sp_lightning.pipeline.weights.weight import Weight
 from sp_lightning.planning.assumptions import COMPACT, Assumptions
 from sp_lightning.planning.measure import work_of
 from sp_lightning.planning.memory import ways_of
@@ -52,8 +51,8 @@ _NOT_EACH = re.compile(r"norm\w*\.linear$|\b(ff_context|add_[qkv]_proj|to_add_ou
 _ATTENTION_BACK = 2.5
 # a mixture's experts that are modules of their own
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
-# of weights of 4 bits, those that share a byte of scale, and the bytes of GPU memory that using one of them moves
-_GROUP_OF_SCALE, _UNPACKED = 64, 4.5
+# for each byte of weights of 4 bits, the share of their scales, and the bytes of GPU memory that using them moves
+_SCALES, _UNPACKED = 1 / 32, 9
 _BOTH_WAYS = 1.7  # the rate that copies in both directions reach together, by that of one of them
 # the rate of host memory if cores and copies use it at once, by the rate that the optimizer alone reaches
 _MEMORY_FOR_ALL = 1.5
@@ -134,7 +133,7 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         # the resident unit saves all the time, and the clock lets it compute only in forward
         rest_seconds=resident.backward_seconds,
         # the scales of rounded weights do not stream
-        outside_bytes=resident.ways[0].held + sum(map(_rounded, division.all_units())) // _GROUP_OF_SCALE,
+        outside_bytes=resident.ways[0].held + int(_SCALES * sum(map(_rounded, division.all_units()))),
         turn_bytes=int(turn),
     )
 
@@ -201,13 +200,9 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
                 yield name.rpartition(".")[2], weight.shape
 
 
-def _numbers(weights: Iterable[Weight]) -> int:
-    return sum(weight.master.numel() for weight in weights)
-
-
 def _rounded(unit: Unit) -> int:
-    """Return how many numbers of a unit have 4 bits."""
-    return _numbers(weight for weight in unit.weights if weight.dtype is torch.uint8)
+    """Return the bytes of a unit's weights of 4 bits."""
+    return sum(weight.nbytes for weight in unit.weights if weight.dtype is torch.uint8)
 
 
 def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequence[Policy]) -> UnitWork:
@@ -227,7 +222,7 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     rate = given.compute * 1e12
     forward = 2 * given.tokens * sum(shape.numel() for shape in shapes) / rate
     # it multiplies once for the input's gradient, and once more for the gradient of each trained weight
-    backward = forward * (1 + _numbers(trained) / max(1, _numbers(unit.weights)))
+    backward = forward * (1 + masters / max(1, sum(weight.master.nbytes for weight in unit.weights)))
     unpacking = _UNPACKED * _rounded(unit) / (REACHED_OF_MEMORY * given.device_bandwidth * 1e9)
     # scores and sums by them; each token of a language model looks at those before it
     width = sum(shape[_QUERIES[layer]] for layer, shape in matrices if layer in _QUERIES)
@@ -257,5 +252,5 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
         backward_seconds=backward + unpacking + _ATTENTION_BACK * attention,
         step_bytes=work.step_bytes + lowered + added,
         ways=ways_of([call], forward, policies),
-        piece_bytes=bytes_of_step(_numbers(trained)) if given.moments else 0,
+        piece_bytes=bytes_of_step(sum(weight.master.numel() for weight in trained)) if given.moments else 0,
     )

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -36,9 +36,6 @@ _OPTIONS = {
     "optimizer-on": "optimizer_on",
     "devices": "devices",
 }
-# GB/s of 16 lanes of PCIe in one direction, as copies from pinned memory reach it, by generation
-_LINKS = {3: 12.5, 4: 25.0, 5: 50.0}
-_LANES = 16
 # words that people leave out of a card's name, or put before it
 _MAKER = re.compile(r"nvidia|geforce|rtx|tesla|[\s-]")
 
@@ -63,40 +60,34 @@ def gpu_named(name: str) -> str | None:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the names most like one that is not known: first those that begin like it."""
-    names_by_key = {_short(each): each for each in names}
     key = _short(name)
-    near = [each for each in names_by_key if each.startswith(key) or key.startswith(each)]
-    near += get_close_matches(key, names_by_key, n=3, cutoff=0.6)
-    return ", ".join(names_by_key[each] for each in list(dict.fromkeys(near))[:4])
+    likeness = {each: SequenceMatcher(None, key, _short(each)).ratio() + _short(each).startswith(key) for each in names}
+    return ", ".join(sorted(likeness, key=likeness.__getitem__, reverse=True)[:3])
 
 
 def _short(name: str) -> str:
     return _MAKER.sub("", name.casefold())
 
 
-def link_of(gpu: str | None, lanes: int) -> float:
-    """Return the GB/s of a card's link, in a slot with so many PCIe lanes; None stands for the card that is assumed."""
-    entry = known("gpus")[gpu] if gpu else {"link": Assumptions.link, "lanes": _LANES}
-    whole: float = entry.get("link") or _LINKS[entry["pcie"]]
-    return whole * min(lanes, entry["lanes"]) / _LANES
+def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry:
+    """Return the assumptions about a card: its memory, its link, its lowest and highest speed, and its usual host.
 
-
-def rates_of_gpu(name: str) -> Entry:
-    """Return the assumptions about a card: its memory, its link, its lowest and highest speed, and its usual host."""
+    A slot may have fewer PCIe `lanes` than the card, and has where several devices share those of a desktop.
+    """
     gpu = gpu_named(name)
     if gpu is None:
-        near = nearest(name, known("gpus"))
         raise ValueError(
-            f"`--gpu`: {name!r} is not a card that is built in. "
-            f"{f'The nearest ones: {near}' if near else 'They are ' + ', '.join(known('gpus'))}. Describe another one "
-            "by `--device-memory`, `--link` and `--compute`."
+            f"`--gpu`: {name!r} is not a card that is built in. The nearest ones: {nearest(name, known('gpus'))}. "
+            "Describe another one by `--device-memory`, `--link` and `--compute`."
         )
     entry = known("gpus")[gpu]
     reach = known("reaches")[entry["reach"]]
+    if devices > 1 and lanes is None:
+        lanes = reach["lanes_of_several"]
     return {
         **(rates_of_host(reach["host"]) if "host" in reach else {}),
         "device_memory": entry["device_memory"],
-        "link": link_of(gpu, _LANES),
+        "link": entry["link"] * min(1, (lanes or entry["lanes"]) / entry["lanes"]),
         "device_bandwidth": entry["memory_bandwidth"],
         "compute": entry["peak"] * reach["low"],
         "compute_at_best": entry["peak"] * reach["high"],
@@ -154,14 +145,14 @@ def named_model(name: str) -> nn.Module:
     is_file = Path(name).exists()
     shapes = None if is_file else find("shapes", name)
     near = nearest(name.rpartition("/")[2], known("models"))
-    builtin = f" The nearest names that are built in: {near}." if near else ""
+    builtin = f"The nearest names that are built in: {near}."
     with torch.device("meta"):
         if shapes is not None:
             return of_shapes(shapes)
         if not is_file and (name.count("/") != 1 or name[0] in "./~" or name.endswith(".json")):
             raise ValueError(
-                f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file or folder.{builtin} "
-                "A model of the hub has its organization before its name."
+                f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file or folder. "
+                f"{builtin} A model of the hub has its organization before its name."
             )
         try:
             return of_transformers(import_module("transformers").AutoConfig.from_pretrained(name))
@@ -169,7 +160,7 @@ def named_model(name: str) -> nn.Module:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
                 f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a "
-                f"configuration of transformers.{builtin} {reason}"
+                f"configuration of transformers. {builtin} {reason}"
             ) from error
 
 

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import Assumptions, ladder
-from sp_lightning.planning.known import batch_of, named_model, recipe
+from sp_lightning.planning.known import batch_of, known, named_model, recipe
 from sp_lightning.planning.report import RANK, Row, plan_row
-
-MODELS = {
-    "decoder": ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B-Instruct"),
-    "mixture": ("Qwen3-30B-A3B",),
-    "images and text": ("SmolVLM-Instruct", "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct"),
-    "diffusion": ("Wan2.1-T2V-1.3B", "stable-diffusion-3.5-large", "FLUX.1-dev", "Qwen-Image"),
-}
-"""The models that are offered, by kind."""
 
 _FEWER = 4  # where a batch does not fit, a step has as many smaller ones
 
@@ -50,10 +43,11 @@ HEAD = f"{'':<43}{'trained':<26}{'GPU':>10}{'RAM':>11}  tokens/s"
 
 
 def offers(given: Assumptions) -> Iterator[Offer]:
-    """Yield the best way to train each model on a machine."""
-    for kind, names in MODELS.items():
-        for name in names:
-            yield _best(kind, name, replace(given, **batch_of(name)))
+    """Yield the best way to train each model that is offered on a machine."""
+    for name, entry in known("models").items():
+        if "offered_as" in entry:
+            batch: dict[str, Any] = batch_of(name)
+            yield _best(entry["offered_as"], name, replace(given, **batch))
 
 
 def _best(kind: str, name: str, given: Assumptions) -> Offer:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Backend, Kind
-from sp_lightning.pipeline.lanes.devices import full_device, make_backend
+from sp_lightning.pipeline.lanes.accelerator import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.work import Machine
