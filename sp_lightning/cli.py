@@ -268,13 +268,10 @@ def _print_offers(given: Assumptions, gpu: str, as_json: bool) -> None:
 
 def _as_json(report: Report) -> dict[str, Any]:
     """Return a plan as plain data: each row has its assumptions, and the costs of a step if one fits."""
-    planned = ("given", "fits", "missing", "host_bytes", "checkpoint_bytes") if report.convolution else None
-    rows = [_row(row) for row in report.rows]
     return {
         "title": report.title,
         "best": report.rows.index(report.best),
-        "convolution": report.convolution,
-        "rows": [{key: row[key] for key in planned or row if key in row} for row in rows],
+        "rows": [_row(row) for row in report.rows],
         "remedies": [{"change": change, **_row(row)} for change, row in report.remedies],
     }
 

@@ -41,7 +41,7 @@ def test_it_passes_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert all("same bits" in line for line in ways)
     assert sum("56 GPU updates" in line for line in ways) == 2
     assert sum("8 units stay on the GPU" in line for line in ways) == 2
-    assert lines[-1].endswith("the CPU: the numbers of plain training in all ways")
+    assert lines[-1].endswith("the CPU: right in 12 ways")
 
 
 @pytest.mark.usefixtures("without_numba")
@@ -59,6 +59,7 @@ def test_what_cannot_happen_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: 
     status, lines = run(monkeypatch, capsys)
     assert status == 0
     assert sum("skipped: this CPU's AdamW" in line for line in lines) == 2
+    assert "right in 10 ways; 2 do not apply here, because this CPU's AdamW rounds in another way" in lines[-1]
 
 
 def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,17 +76,14 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     chosen = (getattr(part, "top_k", None) for part in module.modules())
     chosen_experts = next((number for number in chosen if isinstance(number, int)), None)
     if given.lora is not None:
-        _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype)
+        _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype, given.bits)
     division = find_units(module, given.units, given.resident, given.device_bytes)
     cast = weights_of_cast_layers(module) if is_mixed else ()
     for weight in [weight for unit in division.units for weight in unit.weights]:
-        if dtype is not None and id(weight.master) in cast:
+        if weight.dtype is torch.uint8:  # two numbers share a byte
+            weight.layout = weight.layout.flatten()[::2]
+        elif dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
-    rounded = {id(layer.weight) for layer in _adapted_layers(module, vocabulary)} if given.bits == 4 else ()
-    for weight in [weight for unit in division.all_units() for weight in unit.weights]:
-        if id(weight.master) in rounded:
-            weight.layout = torch.empty(weight.master.numel() // 2, device="meta")
-            weight.dtype = weight.compute_dtype = torch.uint8
     return DividedModel(module, division, vocabulary, chosen_experts)
 
 
@@ -138,18 +135,17 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
     )
 
 
-def _add_adapters(module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None) -> None:
+def _add_adapters(
+    module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None, bits: int
+) -> None:
     """Freeze a model, and add the numbers of an adapter to each of its linear layers but the head."""
     module.requires_grad_(False)
-    for layer in _adapted_layers(module, vocabulary):
-        numbers = torch.empty(rank, layer.in_features + layer.out_features, device="meta", dtype=dtype)
-        layer.adapter = nn.Parameter(numbers)
-
-
-def _adapted_layers(module: nn.Module, vocabulary: Collection[int]) -> list[nn.Linear]:
-    """Return the layers that get adapters: all linear ones but the head."""
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    return [layer for layer in layers if layer.out_features not in vocabulary]
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and layer.out_features not in vocabulary:
+            numbers = torch.empty(rank, layer.in_features + layer.out_features, device="meta", dtype=dtype)
+            layer.adapter = nn.Parameter(numbers)
+            if bits == 4:
+                layer.weight = nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -37,6 +37,7 @@ _OPTIONS = {
     "devices": "devices",
 }
 # words that people leave out of a card's name, or put before it
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]*[\w-](?<!\.json)")
 _MAKER = re.compile(r"nvidia|geforce|rtx|tesla|[\s-]")
 
 
@@ -82,12 +83,11 @@ def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry
         )
     entry = known("gpus")[gpu]
     reach = known("reaches")[entry["reach"]]
-    if devices > 1 and lanes is None:
-        lanes = reach["lanes_of_several"]
+    lanes = lanes or (reach["lanes_of_several"] if devices > 1 else entry["lanes"])
     return {
         **(rates_of_host(reach["host"]) if "host" in reach else {}),
         "device_memory": entry["device_memory"],
-        "link": entry["link"] * min(1, (lanes or entry["lanes"]) / entry["lanes"]),
+        "link": entry["link"] * min(1, lanes / entry["lanes"]),
         "device_bandwidth": entry["memory_bandwidth"],
         "compute": entry["peak"] * reach["low"],
         "compute_at_best": entry["peak"] * reach["high"],
@@ -144,23 +144,19 @@ def named_model(name: str) -> nn.Module:
     """Build a model with a known name, or with a configuration of transformers, on the meta device."""
     is_file = Path(name).exists()
     shapes = None if is_file else find("shapes", name)
-    near = nearest(name.rpartition("/")[2], known("models"))
-    builtin = f"The nearest names that are built in: {near}."
     with torch.device("meta"):
         if shapes is not None:
             return of_shapes(shapes)
-        if not is_file and (name.count("/") != 1 or name[0] in "./~" or name.endswith(".json")):
-            raise ValueError(
-                f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file or folder. "
-                f"{builtin} A model of the hub has its organization before its name."
-            )
         try:
+            if not is_file and not _ON_HUB.fullmatch(name):
+                raise ValueError("A model of the hub has its organization before its name.")
             return of_transformers(import_module("transformers").AutoConfig.from_pretrained(name))
         except (ImportError, OSError, ValueError) as error:
+            near = nearest(name.rpartition("/")[2], known("models"))
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a "
-                f"configuration of transformers. {builtin} {reason}"
+                f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a configuration of "
+                f"transformers (a file, folder or name on the hub). Nearest names that are built in: {near}. {reason}"
             ) from error
 
 

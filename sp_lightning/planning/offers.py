@@ -28,15 +28,21 @@ class Offer:
     row: Row
     command: str  # of a recipe
 
+    @property
+    def trained(self) -> str:
+        """Words for the trained weights, and for compact moments."""
+        given = self.row.given
+        if given.lora is not None:
+            return "LoRA" if given.bits == 16 else "QLoRA"
+        return f"all weights, {given.moments} moments" if given.moments else "all weights"
+
     def __str__(self) -> str:
-        row, given = self.row, self.row.given
+        row, step = self.row, self.row.step
         label = f"{self.kind:<16}{self.model:<27}"
-        if row.step is None:
+        if step is None:
             return f"{label}does not fit: {row.missing()}"
-        trained = "all weights" if given.lora is None else "LoRA" if given.bits == 16 else "QLoRA"
-        kept = f", {given.moments} moments" if given.moments else ""
-        memory = f"{readable_bytes(row.step.device_bytes):>10}{readable_bytes(row.step.host_bytes):>11}"
-        return f"{label}{trained + kept:<26}{memory}  {row.speed}"
+        memory = f"{readable_bytes(step.device_bytes):>10}{readable_bytes(step.host_bytes):>11}"
+        return f"{label}{self.trained:<26}{memory}  {row.speed}"
 
 
 HEAD = f"{'':<43}{'trained':<26}{'GPU':>10}{'RAM':>11}  tokens/s"

@@ -166,17 +166,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Whether a model can be trained, and the predicted cost of that. The first lines of `str()` are the answer.
-
-    Of a model with a `convolution` whose windows overlap, only weights and optimizer state are planned.
-    """
+    """Whether a model can be trained, and the predicted cost of that. The first lines of `str()` are the answer."""
 
     title: str  # the model's name, and the machine's
     sizes: str
     rows: Sequence[Row]  # the requested row, then those with more compact moments
     # if nothing fits, changes with which training fits: each has been planned
     remedies: Sequence[tuple[str, Row]] = ()
-    convolution: str = ""  # the name of one, if there is any
 
     @property
     def best(self) -> Row:
@@ -187,15 +183,12 @@ class Report:
         table = [_HEAD, *map(str, self.rows)]
         assumed = textwrap.fill(f"Assumed: {self.rows[0].given}", _WIDTH)
         parts = [self.answer(), f"{self.sizes}\n{assumed}", "\n".join(table)]
-        if self.convolution:
-            parts = parts[:1]
-        elif self.best.step is not None:
-            disk = (
-                f"A checkpoint takes {readable_bytes(self.best.checkpoint_bytes)} of disk space; there are two while "
-            )
-            parts.append(f"{textwrap.fill(self.best.choice(), _WIDTH)}\n{disk}one is written.")
         if self.best.step is not None:
-            parts.append(f"Type:\n{self.best.code()}")
+            disk = f"A checkpoint takes {readable_bytes(self.best.checkpoint_bytes)} of disk space"
+            parts.append(
+                f"{textwrap.fill(self.best.choice(), _WIDTH)}\n{disk}, and there are two while one is written."
+                f"\n\nType:\n{self.best.code()}"
+            )
         return "\n\n".join(parts)
 
     def answer(self) -> str:
@@ -211,13 +204,6 @@ class Report:
             missing = best.missing(f", mostly for {best.error.most}")
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
-        if self.convolution:
-            return (
-                f"{self.title} has convolutions ({self.convolution!r}), whose activations grow with the images, so "
-                "GPU memory and speed are not planned.\nWeights, gradients and optimizer state need "
-                f"{readable_bytes(step.host_bytes)} of RAM with {given.optimizer_words} in {given.precision}. "
-                "`sp-lightning check cuda --model CLASS --data CLASS` trains six steps on your GPU."
-            )
         slow, fast = best.tokens_per_second
         return (
             f"{self.title} fits with {given.optimizer_words} in {given.precision}, including the first steps: "
@@ -240,7 +226,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         title: Name of the model in the answer; by default, the name of its class.
 
     Raises:
-        ValueError: If the model has no parameters, or some without a shape; or if `units` or `resident` do not fit it.
+        ValueError: If the model has no parameters, some without a shape, or convolutions over images; or if `units` or
+            `resident` do not fit it.
 
     Examples:
         >>> print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
@@ -256,13 +243,16 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if not parameters:
         raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
-    convolution = _convolution(module)
-    if convolution:  # activations are not estimated: as few as there can be
-        given = replace(given, tokens=1, length=1)
+    if name := _convolution(module):
+        raise ValueError(
+            f"{title} has convolutions ({name!r}): their activations grow with the images, so GPU memory and speed are "
+            f"not planned. {parameters:,} parameters need {readable_bytes(16 * parameters)} of RAM in FP32 with AdamW. "
+            "`sp-lightning check cuda --model CLASS --data CLASS` trains six steps of it on your GPU."
+        )
     rows = [plan_row(module, way) for way in ladder(given)]
     fits = any(row.step is not None for row in rows)
-    remedies = () if fits or convolution else tuple(_remedies(module, rows[0], rows[-1]))
-    return Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies, convolution)
+    remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
+    return Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
 
 
 def _convolution(module: nn.Module) -> str:
