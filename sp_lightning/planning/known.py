@@ -24,7 +24,7 @@ from torch import nn
 
 from sp_lightning.planning.assumptions import Assumptions
 
-Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "hosts", "recipes"]
+Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "fp8", "hosts", "recipes"]
 Entry: TypeAlias = dict[str, Any]
 # pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
 _SIDE, _PIXELS = 512, 16
@@ -71,7 +71,7 @@ def _short(name: str) -> str:
 
 
 def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry:
-    """Return the assumptions about a card: its memory, its link, its lowest and highest speed, and its usual host.
+    """Return the assumptions about a card: its memory, link and speed, FP8's gains, and the host that it is in.
 
     A slot may have fewer PCIe `lanes` than the card, and has where several devices share those of a desktop.
     """
@@ -84,6 +84,7 @@ def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry
     entry = known("gpus")[gpu]
     reach = known("reaches")[entry["reach"]]
     lanes = lanes or (reach["lanes_of_several"] if devices > 1 else entry["lanes"])
+    gains: Entry = next((each for each in known("fp8").values() if gpu in each["cards"]), {})
     return {
         **(rates_of_host(reach["host"]) if "host" in reach else {}),
         "device_memory": entry["device_memory"],
@@ -91,6 +92,8 @@ def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry
         "device_bandwidth": entry["memory_bandwidth"],
         "compute": entry["peak"] * reach["low"],
         "compute_at_best": entry["peak"] * reach["high"],
+        "fp8_gain": gains.get("low"),
+        "fp8_gain_at_best": gains.get("high"),
     }
 
 
@@ -135,7 +138,11 @@ def recipe(name: str, given: Assumptions) -> str:
         "batch-size": given.tokens // length,
         **given.typed(_OPTIONS),
     }
-    typed = (f"--{option} {value}" for option, value in options.items())
+    if given.fp8:
+        if "has_fp8" not in script:
+            return ""
+        options["fp8"] = ""
+    typed = (f"--{option} {value}".rstrip() for option, value in options.items())
     command: str = " ".join(filter(None, [script[trained], script["size"], *typed]))
     return command.format(hub=entry["hub"], lora=given.lora, length=length, side=side)
 
