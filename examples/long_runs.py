@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from sp_lightning import Assumptions
+from sp_lightning.pipeline import readable_bytes
 
 say = rank_zero_only(print)  # with several devices, the script runs once per device
 
@@ -139,7 +144,7 @@ class Schedule(L.Callback):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Writes `last.ckpt` every some steps, in place of the one before, with the options of its run.
+    """Writes `last.ckpt` every some steps and at the end, in place of the one before, with the options of its run.
 
     Args:
         folder: Where to write.
@@ -154,13 +159,44 @@ class LastCheckpoint(ModelCheckpoint):
         super().__init__(folder, "last", every_n_train_steps=every or 1, enable_version_counter=False)
         self.every = every
         self.run = run
+        self.begun: int | None = None  # the step before the first one; None if training has not begun
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look how many steps there will be."""
+        """Look how many steps there will be, and whether the disk has room for checkpoints."""
         super().on_train_start(trainer, pl_module)
         steps = trainer.estimated_stepping_batches
         if self.every is None:
             self._every_n_train_steps = max(1, min(100, steps // 10)) if isinstance(steps, int) else 100
+        self.begun = trainer.global_step
+        self.look_for_room(trainer, pl_module)
+
+    def look_for_room(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """End the run if the disk has no room for two checkpoints, as there are while one is written."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        moments = trainer.optimizers[0].defaults.get("moments")
+        optimizer = Assumptions(precision=trainer.precision, moments=moments)
+        size = sum(parameter.nbytes for parameter in trained) + optimizer.state_bytes(trained)
+        folder = Path(self.dirpath)
+        before = sum(file.stat().st_size for file in folder.glob("last.ckpt"))
+        folder.mkdir(parents=True, exist_ok=True)
+        if 2 * size > shutil.disk_usage(folder).free + before:
+            needed, free = (readable_bytes(nbytes) for nbytes in (2 * size - before, shutil.disk_usage(folder).free))
+            sys.exit(
+                f"error: checkpoints take {readable_bytes(size)}, and there are two while one is written. {folder} "
+                f"needs {needed} of disk space, but has {free}. Free some, or take another --output"
+            )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the last step, if that was not done: a run that has ended does not train it again."""
+        super().on_train_end(trainer, pl_module)
+        if trainer.global_step > max(self.begun, self._last_global_step_saved):
+            trainer.save_checkpoint(Path(self.dirpath, "last.ckpt"))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say that there was nothing left to train."""
+        if self.begun is None:
+            step = trainer.global_step
+            say(f"This run has ended at step {step:,}: --no-resume begins it again, more --epochs continue it")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is written into the checkpoint."""

@@ -126,8 +126,11 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_runs_are_measured_and_are_one_line_of_json(lines, capsys, tmp_path):
     assert [line.partition(":")[0] for line in lines[1:5]] == [way.name for way in speed_module._WAYS]
     assert all("ms a step" in line for line in lines[1:5])
+    assert lines[5].startswith("`sp-lightning plan MODEL --link 25 --host-bandwidth 10` plans with the rates")
     line = lines[-1].splitlines()[-1]
     found = json.loads(line, parse_constant=pytest.fail)
+    card = {**found, "pcie_generation": "4", "pcie_width": "8"}
+    assert speed_module._as_arguments(card).startswith("PCIe 4.0 x8: `sp-lightning plan MODEL --link 25")
     assert found["gb_per_second"] == {"host": 10.0, "up": 25.0, "down": None, "both": None, "ram": None}
     assert found["decoder"]["layers"] == TINY.layers
     of_the_card = {"driver", "cuda", "pcie_generation", "pcie_width", "power_limit_watts"}

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import long_runs
 import pytest
 import recipe
 import torch
@@ -79,6 +80,38 @@ def test_with_a_model_the_same_command_continues(capsys):
     assert folders == [
         f"runs/finetune_chat{name}" for name in ("/logs/version_0", "_2/logs/version_0", "/logs/version_1")
     ]
+
+
+def test_a_run_that_has_ended_takes_no_step(capsys):
+    """Its last step is in the checkpoint, however often one is written."""
+    write_chats()
+    command = [*TINY, "--chats=chats.jsonl", "--epochs=1", "--batch-size=4", "--save-every=3", "--resume"]
+    first = run("finetune_chat", *command, output="out")
+    written = Path("out/checkpoints/last.ckpt").stat().st_mtime_ns
+    assert first["global_step"] % 3 > 0
+    assert first["global_step"] == run("finetune_chat", *command, output="out")["global_step"]
+    said = capsys.readouterr().out
+    assert f"This run has ended at step {first['global_step']}: --no-resume begins it again" in said
+    assert "Loss: no step was taken" in said
+    assert Path("out/checkpoints/last.ckpt").stat().st_mtime_ns == written
+
+
+def test_a_full_disk_is_seen_before_the_first_step(monkeypatch):
+    """Two checkpoints must have room, of trained weights and the optimizer's state."""
+    parameters = sum(weight.numel() for weight in ChatLM(layers=1, hidden=16, heads=2).parameters())
+    command = [*TINY, "--epochs=1", "--save-every=9", "--output=out"]
+    usage = long_runs.shutil.disk_usage(".")
+    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=23 * parameters))
+    with pytest.raises(SystemExit, match=r"error: checkpoints take .*/checkpoints needs .* but has .*--output"):
+        import_module("finetune_chat").main(command)
+    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=25 * parameters))
+    monkeypatch.setattr(ChatLM, "training_step", interrupt)
+    with pytest.raises(Stopped):
+        import_module("finetune_chat").main(command)
+
+
+def interrupt(*_: Any) -> None:
+    raise Stopped
 
 
 def write_chats() -> None:
