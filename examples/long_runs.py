@@ -60,10 +60,10 @@ def prepare_long_run(options: argparse.Namespace, data: str | None, best: tuple[
     options.saves = options.save_every is not None or options.is_pretrained
     if options.saves:
         options.callbacks.append(LastCheckpoint(last.parent, options.save_every, run))
-    if options.save_every and best is not None:
+    if options.saves and best is not None:
         metric, mode = best
-        lowest = ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, enable_version_counter=False)
-        options.callbacks.append(lowest)
+        kept = {"save_weights_only": True, "enable_version_counter": False}
+        options.callbacks.append(ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, **kept))
     if continues and last.is_file():
         say(f"Continuing from {last}")
     elif options.resume:
@@ -159,7 +159,6 @@ class LastCheckpoint(ModelCheckpoint):
         super().__init__(folder, "last", every_n_train_steps=every or 1, enable_version_counter=False)
         self.every = every
         self.run = run
-        self.begun: int | None = None  # the step before the first one; None if training has not begun
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look how many steps there will be, and whether the disk has room for checkpoints."""
@@ -167,7 +166,6 @@ class LastCheckpoint(ModelCheckpoint):
         steps = trainer.estimated_stepping_batches
         if self.every is None:
             self._every_n_train_steps = max(1, min(100, steps // 10)) if isinstance(steps, int) else 100
-        self.begun = trainer.global_step
         self.look_for_room(trainer, pl_module)
 
     def look_for_room(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -187,16 +185,10 @@ class LastCheckpoint(ModelCheckpoint):
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the last step, if that was not done: a run that has ended does not train it again."""
+        """Write the end of a run, or the same command would take its last steps again."""
         super().on_train_end(trainer, pl_module)
-        if trainer.global_step > max(self.begun, self._last_global_step_saved):
+        if trainer.global_step % self._every_n_train_steps:
             trainer.save_checkpoint(Path(self.dirpath, "last.ckpt"))
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say that there was nothing left to train."""
-        if self.begun is None:
-            step = trainer.global_step
-            say(f"This run has ended at step {step:,}: --no-resume begins it again, more --epochs continue it")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is written into the checkpoint."""
