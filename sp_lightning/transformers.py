@@ -117,7 +117,7 @@ class SuperpipelineTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         _check(self)
         _load_on_cpu(self.args)  # for a reference
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # or models would be replicated
+        self.args._n_gpu = 1  # or models would be replicated
         accelerator = self.accelerator
         prepare, backward = accelerator.prepare_model, accelerator.backward
 
@@ -159,7 +159,7 @@ class SuperpipelineTrainerMixin:
             self._meetings[pipeline.module].begin_step(pipeline)
         with step_of_all(self.pipelines):
             loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        next(self._batches)
+        next(self._batches, None)
         return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
