@@ -48,7 +48,7 @@ def refuse_unknown(taker: str, arguments: Collection[str]) -> None:
         name = min(arguments)
         names = [field.name for field in fields(PipelineOptions)]
         hint = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else ""
-        if near := get_close_matches(name, names, n=1):
+        if near := get_close_matches(name, names, n=1, cutoff=0.8):
             hint = f", but {near[0]!r}"
         raise TypeError(f"{taker} has no argument {name!r}{hint}. Its options are {', '.join(names)}.")
 
