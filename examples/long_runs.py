@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sp_lightning import Assumptions
-from sp_lightning.pipeline import readable_bytes
 
 say = rank_zero_only(print)  # with several devices, the script runs once per device
 
@@ -178,10 +177,12 @@ class LastCheckpoint(ModelCheckpoint):
         before = sum(file.stat().st_size for file in folder.glob("last.ckpt"))
         folder.mkdir(parents=True, exist_ok=True)
         if 2 * size > shutil.disk_usage(folder).free + before:
-            needed, free = (readable_bytes(nbytes) for nbytes in (2 * size - before, shutil.disk_usage(folder).free))
+            each, needed, free = (
+                nbytes / 2**30 for nbytes in (size, 2 * size - before, shutil.disk_usage(folder).free)
+            )
             sys.exit(
-                f"error: checkpoints take {readable_bytes(size)}, and there are two while one is written. {folder} "
-                f"needs {needed} of disk space, but has {free}. Free some, or take another --output"
+                f"error: a checkpoint takes {each:.1f} GiB, and there are two while one is written. {folder} needs "
+                f"{needed:.1f} GiB of disk space, but has {free:.1f} GiB. Free some, or take another --output"
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -103,7 +103,7 @@ def test_a_full_disk_is_seen_before_the_first_step(monkeypatch):
     command = [*TINY, "--epochs=1", "--save-every=9", "--output=out"]
     usage = long_runs.shutil.disk_usage(".")
     monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=23 * parameters))
-    with pytest.raises(SystemExit, match=r"error: checkpoints take .*/checkpoints needs .* but has .*--output"):
+    with pytest.raises(SystemExit, match=r"error: a checkpoint takes .*/checkpoints needs .* but has .*--output"):
         import_module("finetune_chat").main(command)
     monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=25 * parameters))
     monkeypatch.setattr(ChatLM, "training_step", interrupt)
