@@ -46,8 +46,8 @@ from sp_lightning.planning.known import (
     gpu_named,
     known,
     named_model,
+    rates_of,
     rates_of_gpu,
-    rates_of_host,
     recipe,
 )
 from sp_lightning.planning.rates import measure
@@ -216,7 +216,9 @@ def _plan(arguments: Sequence[str]) -> None:
         rates |= rates_of_gpu(options.gpu)
         title += f" on {gpu_named(options.gpu)}"
     if options.host is not None:
-        rates |= rates_of_host(options.host)
+        rates |= rates_of("hosts", options.host)
+    if options.nvme is not None:
+        rates |= rates_of("drives", options.nvme)
     if options.measure:
         rates |= measure()
     if any(each.partition("=")[0] == "--compute" for each in arguments):
@@ -259,6 +261,7 @@ def _row(row: Row) -> dict[str, Any]:
         "seconds": step.seconds,
         "tokens_per_second": row.tokens_per_second,
         "bottleneck": step.bottleneck.value,
+        "bytes_to_drive": step.bytes_to_drive,
         "k": step.choice.k,
         "policies": Counter(way.policy for way in step.choice.ways),
         "units": row.units,
@@ -289,6 +292,10 @@ def _plan_parser() -> ArgumentParser:
     parser.add_argument(
         "--host",
         help=f"whose memory bandwidth to assume: {', '.join(known('hosts'))}",
+    )
+    parser.add_argument(
+        "--nvme",
+        help=f"the drive for optimizer state that RAM has no room for: {', '.join(known('drives'))}",
     )
     parser.add_argument(
         "--measure",

@@ -2,8 +2,9 @@
 
 Models have the arguments of a class of their library, as they are published. They have the shapes of its layers, so
 that the library is not needed, and the command to train them, or adapters, with a recipe of `examples/`. Hosts have
-rates to assume, and some have a desktop. GPUs have about the memory that torch shows, the peak that their maker states
-and, by class, the share of it that training reaches (their *reach*). Each entry has its source.
+rates to assume, and some have a desktop. Drives have rates that they keep for hours, and the TB that may be written to
+one of 1 TB. GPUs have about the memory that torch shows, the peak that their maker states and, by class, the share of
+it that training reaches (their *reach*). Each entry has its source.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 
 from sp_lightning.planning.assumptions import Assumptions
 
-Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "fp8", "hosts", "recipes"]
+Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "fp8", "hosts", "drives", "recipes"]
 Entry: TypeAlias = dict[str, Any]
 # pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
 _SIDE, _PIXELS = 512, 16
@@ -79,11 +80,12 @@ def rates_of_gpu(name: str) -> Entry:
     }
 
 
-def rates_of_host(name: str) -> Entry:
-    """Return the assumptions about a host: the bandwidth of its memory, and whether a desktop runs on it."""
-    entry = find("hosts", name)
+def rates_of(kind: Literal["hosts", "drives"], name: str) -> Entry:
+    """Return the assumptions about a host, with the bandwidth of its memory and its desktop, or about a drive."""
+    entry = find(kind, name)
     if entry is None:
-        raise ValueError(f"`--host`: {name!r} is not one of {', '.join(known('hosts'))}")
+        option = {"hosts": "host", "drives": "nvme"}[kind]
+        raise ValueError(f"`--{option}`: {name!r} is not one of {', '.join(known(kind))}")
     return {rate: value for rate, value in entry.items() if rate != "source"}
 
 
