@@ -18,6 +18,7 @@ No public API says that a model places itself. So this file relies on these name
 - `Accelerator.prepare` calls the `prepare_model` of its own object for each model of a Trainer: the one
   that is trained, in `train`, after the optimizer was made; those of a reference and of a reward, in `__init__`.
 - With `evaluation_mode=True` that leaves a model as it is among several processes, in place of torch's DDP around it.
+- The Trainer calls `Accelerator.backward`, of its object.
 - The Trainer enters `Accelerator.no_sync`, of its object, for all micro-batches of a step but the last one.
 - `Trainer._load_optimizer_and_scheduler` loads the optimizer's state in all processes.
 - `Accelerator.clip_grad_norm_`, of its object, clips. That of accelerate 1.15 reads all gradients to find out whether
@@ -104,7 +105,8 @@ class SuperpipelineTrainerMixin:
         self.pipelines: list[Pipeline] = []
         self._streamed_others: list[nn.Module] = []  # models that were prepared before training
         self._streamed_scope: ExitStack | None = None
-        self._meetings: dict[nn.Module, Meetings] = {}  # of each streamed model, for all of its runs
+        # of each streamed model, for all of its runs
+        self._meetings: dict[nn.Module, Meetings] = {}
         given = (model, *positional, *named.values())
         if str in map(type, given):
             for each in given:
@@ -116,15 +118,16 @@ class SuperpipelineTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         _check(self)
         _load_on_cpu(self.args)  # for a reference
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # or models would be replicated
+        self.args._n_gpu = 1  # or models would be replicated
         accelerator = self.accelerator
-        prepare = accelerator.prepare_model
+        prepare, backward = accelerator.prepare_model, accelerator.backward
 
         def prepare_model(model: Any, *_: Any, **__: Any) -> Any:
             if self._streamed_scope is None:
                 self._streamed_others.append(model)
             else:
                 self._stream(model, trains=True)
+                accelerator.backward = self.pipelines[-1].in_all_processes()(backward)
             return prepare(model, device_placement=False, evaluation_mode=True)
 
         accelerator.prepare_model = prepare_model
@@ -155,9 +158,9 @@ class SuperpipelineTrainerMixin:
         """Take the Trainer's step, in which a loss may use weights outside of their modules."""
         for pipeline in self.pipelines:
             self._meetings[pipeline.module].begin_step(pipeline)
-        with step_of_all(self.pipelines), self.pipelines[-1].in_all_processes():
+        with step_of_all(self.pipelines):
             loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        next(self._batches)
+        next(self._batches, None)
         return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
+from sp_lightning.pipeline.weights.weight import GradientLife
 from sp_lightning.pipeline.window.window import Window
 
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
@@ -96,7 +97,8 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
-        self.least_budget: int | None = None  # the smallest budget of several processes, after they have met
+        # the smallest budget of several processes, after they have met
+        self.least_budget: int | None = None
         self.waiting = WaitingGradients(self.memory, self)
         self.staying = StayingUnits(device, self.optimizers.states, processes)
         self.planner = planner
@@ -149,7 +151,8 @@ class Engine:
         So is the state of optimizers, unless this is `for_good` and the host has no room for it. Gradients that a step
         has used stay where they still exist, if this is `for_good` and the host has room for them.
         """
-        with ExitStack() as parts:  # the last one comes first, and none is left out if another one fails
+        # the last one comes first, and none is left out if another one fails
+        with ExitStack() as parts:
             parts.callback(self.memory.keep, [])
             parts.callback(self.staying.move_all_to_host, self.module, may_leave_state=for_good)
             if hasattr(self, "guard"):  # the last part that is made before the module is changed
@@ -168,8 +171,8 @@ class Engine:
     def _drop_used_without_room(self) -> None:
         """Drop gradients that a step has used, unless each process of the host has room for twice as much."""
         count = 1 if self.processes is None else self.processes.box.count
-        gradients = self.stream.gradient_of.values()
-        nbytes = sum(gradient.weight.nbytes for gradient in gradients if gradient.is_used)
+        weights = self.stream.gradient_of
+        nbytes = sum(weight.nbytes for weight in weights if weight.gradient_life is GradientLife.USED)
         if not has_room_for(2 * count * nbytes):
             self.stream.drop_used()
 

@@ -42,7 +42,8 @@ OF_SYSTEM = 6 * 2**30
 OF_CONTEXT = 2**29
 """Bytes of device memory that CUDA takes in each process."""
 
-_OF_DESKTOP, _OF_DESKTOP_ON_HOST = 2**30, 3 * 2**30  # bytes of device and host memory that a desktop takes
+# bytes of device and host memory that a desktop takes
+_OF_DESKTOP, _OF_DESKTOP_ON_HOST = 2**30, 3 * 2**30
 _SHOWN, _SOLD = 125, 128  # GiB of host memory: a system shows the first of the second, 62.5 of 64
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 # short names and full ones
@@ -53,6 +54,7 @@ _KNOWN: dict[str, object] = {
     "optimizer_on": OptimizerPlace,
     "moments": Literal[None, Moments],
     "loss": Loss,
+    "bits": Literal[16, 4],
 }
 # the memory that is assumed if the user gives none, and there is no device
 _DEVICE_MEMORY, _HOST_MEMORY = int(23.6 * 2**30), int(62.5 * 2**30)
@@ -100,6 +102,7 @@ class Assumptions:
         length: Number of tokens in a row: attention compares each of them with all others.
         loss: Whether a language model's loss does without all logits at once, as with `loss_in_slices`.
         lora: Rank of adapters on all linear layers but the head, on a frozen base. None trains all weights.
+        bits: Bits of a weight of that base in those layers: 4 is QLoRA, by bitsandbytes.
         devices: Devices of the machine, which share its memory and the bandwidth of that memory.
 
     Raises:
@@ -135,6 +138,7 @@ class Assumptions:
     length: int = 2048
     loss: Loss = "chunked"
     lora: int | None = None
+    bits: Literal[16, 4] = 16
     devices: int = 1
 
     def __post_init__(self) -> None:
@@ -151,6 +155,8 @@ class Assumptions:
             known = get_args(kind)
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
+        if self.bits == 4 and self.lora is None:
+            raise ValueError("`bits=4` rounds the frozen base of adapters: give `lora` a rank, such as 16.")
         if self.moments is not None and self.optimizer not in COMPACT:
             raise ValueError(f"`moments` is for {' and '.join(COMPACT)}, not `optimizer={self.optimizer!r}`.")
         if self.optimizer not in OPTIMIZERS:
@@ -177,7 +183,8 @@ class Assumptions:
             speed += f" to {self.compute_at_best:.0f}"
         devices = "a GPU" if self.devices == 1 else f"{self.devices} GPUs, each"
         rows = f" in rows of {self.length:,}" if self.length < self.tokens else ""
-        trained = "" if self.lora is None else f"LoRA of rank {self.lora}, "
+        base = " on a base of 4 bits" if self.bits == 4 else ""
+        trained = "" if self.lora is None else f"LoRA of rank {self.lora}{base}, "
         clipped = "not clipped" if self.gradient_clip_val is None else "clipped by norm"
         desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
@@ -281,7 +288,8 @@ class Assumptions:
 @lru_cache(maxsize=4096)  # a model has few shapes
 def _state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Return the bytes of an optimizer's state for a weight; None if its step takes no such weight."""
-    if optimizer in COMPACT:  # two moments; to make an optimizer imports torch._dynamo, which takes a second
+    # two moments; to make an optimizer imports torch._dynamo, which takes a second
+    if optimizer in COMPACT:
         return 2 * math.prod(shape) * dtype.itemsize
     weight = torch.empty(shape, dtype=dtype, device="meta")
     state = state_after_dry_step(OPTIMIZERS[optimizer], [{"params": [weight]}])

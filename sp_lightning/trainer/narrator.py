@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -83,15 +82,15 @@ class Narrator:
             self._say(f"superpipeline: {planned(plan, self._k_prime)}")
 
     def watch(self, pipeline: Pipeline) -> Generator[None, None, None]:
-        """Record the batch after those in which the engine learns; each `next` follows a batch."""
+        """Record the batch after those in which the engine learns; `next` follows each batch."""
         self._limits = ""
-        yield from repeat(None, _SETTLING_BATCHES)
+        for _ in range(_SETTLING_BATCHES):
+            yield
         with pipeline.record() as recording:
             yield
         recording.steps = recording.steps[-1:]  # an evaluation may precede it
         numbers = break_down(recording)
         self._limits = f" A batch takes {readable_seconds(numbers.seconds)}. {numbers.headline()}"
-        yield from repeat(None)
 
     def end(self, pipeline: Pipeline | None) -> None:
         """Report the streaming of the run, if the plan was shown."""

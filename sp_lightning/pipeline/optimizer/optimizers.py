@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,7 +50,7 @@ from sp_lightning.pipeline.optimizer.staying import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import replace_wrapped, stand_in_for
-from sp_lightning.pipeline.weights.weight import used_in_step
+from sp_lightning.pipeline.weights.weight import GradientLife, used_in_step
 
 
 class Optimizers:
@@ -109,7 +109,7 @@ class Optimizers:
                     )
             for gradient in optimizer_weights.gradients:
                 weight = gradient.weight
-                if weight.has_used_gradient and not gradient.of_segment.is_consumed:
+                if weight.gradient_life is GradientLife.SPENT and not gradient.of_segment.is_consumed:
                     raise used_in_step(weight.name, f"{type(optimizer).__name__} steps it")
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
@@ -128,16 +128,18 @@ class Optimizers:
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
                 ours = self._gradients  # those of other models may have been taken out before
-                stand_in.param_groups = [
-                    {**group, "params": [each for each in group["params"] if id(each) not in ours]}
-                    for group in stand_in.param_groups
-                ]
+                groups = []
+                for group in stand_in.param_groups:
+                    are_others = [identity not in ours for identity in map(id, group["params"])]
+                    groups.append({**group, "params": [*compress(group["params"], are_others)]})
+                stand_in.param_groups = groups
             elif self._is_follower:
                 self._steps.stream.consume(optimizer_weights.gradients)
                 # The optimizer skips parameters without a gradient.
                 for gradient in optimizer_weights.gradients:
                     weight = gradient.weight
-                    weight.has_used_gradient |= weight.master.grad is not None
+                    if weight.master.grad is not None:
+                        weight.gradient_life = GradientLife.SPENT
                     weight.master.grad = None
             elif optimizer_weights.gradients:
                 self._steps.settle()
@@ -169,7 +171,8 @@ class Optimizers:
                 self._step_in_backward = None
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:
-                    gradient.is_used = gradient.tensor is not None
+                    if gradient.weight.gradient_life is GradientLife.OURS:
+                        gradient.weight.gradient_life = GradientLife.USED
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)
             self._steps.visits.end_step()
@@ -263,7 +266,7 @@ class Optimizers:
             return None
         with self._at_work:
             optimizer_weights = self._weights_of(optimizer)
-            if any(weight.has_used_gradient for weight in optimizer_weights.weights):
+            if any(weight.gradient_life is GradientLife.SPENT for weight in optimizer_weights.weights):
                 return None  # its `step()` will raise an error
             return EarlyStep(optimizer, optimizer_weights, self._steps, keeps_gradients)
 
