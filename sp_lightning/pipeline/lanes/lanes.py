@@ -5,6 +5,8 @@
     to host     gradients, activations that leave, and that state after its update
     visits      optimizer steps on the device, in parallel to computing
     host        optimizer steps of units, and accumulation of gradients
+    from drive  optimizer state, and its way back to the drive
+    to drive
 
 Timeline, planner and callback read a `Recording`, which `Trace` in backend.py makes on request.
 """
@@ -36,6 +38,8 @@ class Lane(enum.Enum):
     TO_HOST = "to host"
     VISIT = "visits"
     HOST = "host"
+    FROM_DRIVE = "from drive"
+    TO_DRIVE = "to drive"
 
 
 class Kind(enum.Enum):
