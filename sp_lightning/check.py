@@ -24,8 +24,8 @@ from typing_extensions import override
 from sp_lightning.optim import AdamW
 from sp_lightning.optim.of_torch import has_torchs_bits
 from sp_lightning.pipeline import Engine, Pipeline, PipelineOptions, Planner, WindowPlan, readable_bytes
+from sp_lightning.pipeline.lanes.accelerator import make_backend
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.devices import make_backend
 from sp_lightning.planning import AutoPlanner
 
 _STEPS = 8

@@ -38,7 +38,7 @@ from sp_lightning.lightning_cli import (
     in_one_sentence,
     in_the_namespace_of_the_model,
 )
-from sp_lightning.pipeline.lanes.devices import full_device
+from sp_lightning.pipeline.lanes.accelerator import full_device
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.known import (
     batch_of,

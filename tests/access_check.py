@@ -29,10 +29,9 @@ from sp_lightning.pipeline.engine import Engine
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 from sp_lightning.pipeline.operations import instances_in
-from sp_lightning.pipeline.optimizer.early_step import EarlyStep
+from sp_lightning.pipeline.optimizer.clipping import EarlyStep
 from sp_lightning.pipeline.torch_private import graph_task, in_backward, storage_key
-from sp_lightning.pipeline.units.presence import Residency
-from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.units.unit import Residency, Unit
 from sp_lightning.pipeline.weights.weight import Weight
 
 # under a dispatch mode torch 2.9 compiles in each call anew, as guards on tensors do not hold there

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim import passes
-from sp_lightning.pipeline.gradients import routes, waiting
+from sp_lightning.pipeline.gradients import routes
 from sp_lightning.pipeline.lanes.lanes import do_nothing
 from sp_lightning.pipeline.optimizer import clipping, unit_steps, visit
-from sp_lightning.pipeline.processes.sums import SharedSums
+from sp_lightning.pipeline.processes.averages import SharedSums
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped
 
@@ -59,7 +59,7 @@ def _of_copies(_: visit.Visit, pairs: Any) -> Accesses:
     return [source for _, source in pairs], [target for target, _ in pairs]
 
 
-def _of_return(late: waiting.LateGradients) -> Accesses:
+def _of_return(late: routes.LateGradients) -> Accesses:
     return [*late.sources], [*late.landed.values()]
 
 
@@ -81,8 +81,8 @@ _ACCESSES: dict[Any, Callable[..., Accesses]] = {
     visit.Visit._copy: _of_copies,
     visit.Visit._step: _of_piece,
     unit_steps._step_unit: _of_step,
-    waiting.LateGradients._issue_copy: _nothing,
-    waiting.LateGradients._send: _of_return,
+    routes.LateGradients._issue_copy: _nothing,
+    routes.LateGradients._send: _of_return,
     routes._add_up: _of_sums,
     clipping._find_factor: _of_factor,
     passes.add: lambda _, total, added: ([added], [total]),

@@ -35,8 +35,8 @@ from sp_lightning.pipeline.calls.guard import Guard
 from sp_lightning.pipeline.gradients import routes
 from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, LandingBuffer
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.pipeline.lanes.accelerator import HostBackend
 from sp_lightning.pipeline.lanes.backend import Backend, Trace
-from sp_lightning.pipeline.lanes.devices import HostBackend
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.units.unit import Unit

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.pipeline.lanes.accelerator import copy_memory
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.devices import copy_memory
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Ticket, Worker
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
 

@@ -25,7 +25,7 @@ from torch.optim import SGD
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.activations.contract import are_other, numbers_of
-from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.planning import AutoPlanner
 
 from .every_test import collect_until

@@ -20,7 +20,7 @@ from machine_speed import Shape, speed
 from sp_lightning import cli
 from sp_lightning.check import _UPLOADS, _judge, _Placed, _train, lost_uploads
 from sp_lightning.pipeline import Engine, WindowPlan
-from sp_lightning.pipeline.lanes.devices import make_backend
+from sp_lightning.pipeline.lanes.accelerator import make_backend
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.planning.work import Machine
 
@@ -141,6 +141,12 @@ def test_runs_are_measured_and_are_one_line_of_json(lines, capsys, tmp_path):
     (tmp_path / "found.json").write_text(line)
     read_speed.main([str(tmp_path / "found.json")])
     assert capsys.readouterr().out.count("planned / measured") == 3
+
+
+def test_a_slow_machine_has_no_figure_of_zero():
+    """Rounded figures keep their significant digits, and their order."""
+    assert [speed_module._rounded(value) for value in (0.0, 0.00123456, 98765.4)] == [0.0, 0.001235, 98770.0]
+    assert speed_module._in_giga(2e6) == 0.002
 
 
 def test_the_line_names_nobody(lines):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions
-from sp_lightning.pipeline.calls import masters
+from sp_lightning.pipeline.calls import guard
 
 from .helpers import attached, unit_bytes
 from .zoo.blocks import WIDTH as NARROW
@@ -236,7 +236,7 @@ def test_the_engine_does_not_go_through_its_own_guard(activations: Any, autocast
         optimizer = SGD(pipe.module.parameters(), lr=0.1)
         for step in range(4):
             if step == 1:
-                monkeypatch.setattr(masters, "run", lambda guard, func, *_: pytest.fail(f"guarded: {func}"))
+                monkeypatch.setattr(guard, "run", lambda _guard, func, *_: pytest.fail(f"guarded: {func}"))
             with pipe.step(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 pipe.module(torch.randn(5, WIDTH)).square().mean().backward()
             optimizer.step()

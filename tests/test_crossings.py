@@ -24,7 +24,7 @@ import sp_lightning.fabric
 from sp_lightning import SuperpipelineStrategy, optim
 from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, WindowPlan
 from sp_lightning.pipeline.gradients.gradient_memory import three_buffers
-from sp_lightning.pipeline.optimizer import pieces
+from sp_lightning.pipeline.optimizer import visit
 from sp_lightning.pipeline.placing import arrangement
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
@@ -317,7 +317,7 @@ def room_for_half(units: Sequence[Unit], present: int, some_may_wait: bool) -> f
 
 @pytest.mark.parametrize("how", ROWS, ids=lambda how: ", ".join(str(value) for value in how.values() if value))
 def test_each_pair_meets(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 4096)  # a unit takes several, which end within weights
+    monkeypatch.setattr(visit, "PIECE", 4096)  # a unit takes several, which end within weights
     if how["place"] == "no room":
         monkeypatch.setattr(arrangement, "room_for_gradients", room_for_half)
     planner, traces = Watches(how["place"]), (Trace(), Trace())

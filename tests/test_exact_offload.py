@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from sp_lightning.pipeline import PipelineOptions
 from sp_lightning.pipeline.activations import offload as offload_module
-from sp_lightning.pipeline.activations.memory import HostPool
+from sp_lightning.pipeline.activations.offload import HostPool
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.torch_private import storage_key
 from sp_lightning.pipeline.weights.buffers import HostBuffer

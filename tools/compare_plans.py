@@ -32,11 +32,11 @@ STEPS = 7
 
 def train_all() -> dict[str, tuple[float, float]]:
     """Train all cases with the package in the current folder: seconds of the last step, and those that were planned."""
-    from sp_lightning.pipeline.optimizer import pieces
+    from sp_lightning.pipeline.optimizer import visit
     from sp_lightning.planning import memory
     from tests.planning import test_visits as visits
 
-    pieces.PIECE = memory.PIECE = PIECE  # type: ignore[attr-defined]
+    visit.PIECE = memory.PIECE = PIECE  # type: ignore[attr-defined]
     found = {}
     for name, moments, clips, room in product(visits.MACHINES, visits.PER_NUMBER, (False, True), ROOM):
         budget = room * 2 * visits.NUMBERS + 24 * PIECE

@@ -151,7 +151,7 @@ def speed(device: torch.device, tell: Callable[[str], None] = print) -> dict[str
         "huge_pages": _chosen(_HUGE_PAGES),
         "numba": compiled_kernels() is not None,
         "gb_per_second": {name: _in_giga(rate) for name, rate in rates.items()},
-        "product_tflops": round(_product(device), 2),
+        "product_tflops": _rounded(_product(device)),
         "decoder": {**asdict(shape), "parameters": shape.parameters},
     }
     full = _BYTES * shape.parameters
@@ -170,7 +170,12 @@ def speed(device: torch.device, tell: Callable[[str], None] = print) -> dict[str
 
 def _in_giga(rate: float) -> float | None:
     """Return a rate in GB/s; None if it is not known, or too fast to be seen."""
-    return round(rate / 1e9, 1) if 0 < rate < math.inf else None
+    return _rounded(rate / 1e9) if 0 < rate < math.inf else None
+
+
+def _rounded(value: float) -> float:
+    """Round to four significant digits, so that a small figure of a slow machine does not become 0."""
+    return float(f"{value:.4g}")
 
 
 def _facts(device: torch.device) -> dict[str, str | None]:
@@ -237,13 +242,13 @@ def _measured(shape: Shape, device: torch.device, way: _Way) -> dict[str, Any]:
             step = median(seconds)
             run: dict[str, Any] = {
                 "budget_bytes": budget,
-                "step_seconds": round(step, 5),
-                "spread": [round(min(seconds), 5), round(max(seconds), 5)],
-                "tokens_per_second": round(shape.rows * shape.length / step, 1),
+                "step_seconds": _rounded(step),
+                "spread": [_rounded(min(seconds)), _rounded(max(seconds))],
+                "tokens_per_second": _rounded(shape.rows * shape.length / step),
             }
             if pipeline is not None:
                 summary = pipeline.summary()
-                planned = None if summary.plan is None else round(summary.plan.step_seconds, 5)
+                planned = None if summary.plan is None else _rounded(summary.plan.step_seconds)
                 run |= {"k": summary.k, "units": summary.units, "pinned": summary.pinned, "planned_seconds": planned}
                 run |= {"stay_on_gpu": len(summary.living), "updated_on_gpu": len(summary.visiting), **numbers}
             if api is not None:
@@ -312,7 +317,7 @@ def _seconds_of_steps(
             step()
     recording.steps = recording.steps[1:] or recording.steps
     numbers = break_down(recording)
-    lanes = {lane.value: round(busy / numbers.steps, 5) for lane, busy in numbers.busy.items()}
+    lanes = {lane.value: _rounded(busy / numbers.steps) for lane, busy in numbers.busy.items()}
     bottleneck = None if numbers.bottleneck is None else numbers.bottleneck.value
-    stalls = {cause: round(stalled / numbers.steps, 5) for cause, stalled in numbers.stalls.items()}
+    stalls = {cause: _rounded(stalled / numbers.steps) for cause, stalled in numbers.stalls.items()}
     return seconds, {"lane_seconds": lanes, "stall_seconds": stalls, "bottleneck": bottleneck}

@@ -46,17 +46,15 @@ of copies] in lanes/backend.py). Any thread may read weights, which the guard an
 from sp_lightning.pipeline.calls.gates import open_steps
 from sp_lightning.pipeline.engine import Engine, Planner
 from sp_lightning.pipeline.host_memory import available_host_memory
-from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend
+from sp_lightning.pipeline.lanes.accelerator import AcceleratorBackend, HostBackend
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
-from sp_lightning.pipeline.lanes.devices import HostBackend
 from sp_lightning.pipeline.lanes.lanes import Kind, Lane, Recording, Span
 from sp_lightning.pipeline.optimizer.kinds import Afterwards
 from sp_lightning.pipeline.options import PipelineOptions
-from sp_lightning.pipeline.pipeline import Pipeline
+from sp_lightning.pipeline.pipeline import Pipeline, Summary, as_table
 from sp_lightning.pipeline.placing.places import WindowPlan
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats, Work, readable_bytes
-from sp_lightning.pipeline.summary import Summary, as_table
 
 __all__ = [
     "AcceleratorBackend",

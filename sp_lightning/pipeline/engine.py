@@ -13,16 +13,15 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from sp_lightning.pipeline.activations.memory import Meter
-from sp_lightning.pipeline.activations.offload import Offloader
+from sp_lightning.pipeline.activations.offload import Meter, Offloader
 from sp_lightning.pipeline.activations.policy import Activations
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.calls.backward import BackwardEvents, BackwardPass
 from sp_lightning.pipeline.calls.gates import Caller, compiled_call, install_gate, remove_gate
 from sp_lightning.pipeline.calls.guard import Guard, guard_masters, release_masters
+from sp_lightning.pipeline.gradients.routes import WaitingGradients
 from sp_lightning.pipeline.gradients.segment_gradients import SegmentGradients
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.graphs import Graphs, Opener
 from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork

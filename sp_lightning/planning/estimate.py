@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sp_lightning.optim.on_device import bytes_of_step
-from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.lanes.accelerator import KERNEL_SECONDS, REACHED_OF_MEMORY
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.units.finder import find_units

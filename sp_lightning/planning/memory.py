@@ -24,10 +24,10 @@ from torch import nn
 from torch.optim import Adadelta, Adagrad, Optimizer, Rprop
 
 from sp_lightning.optim.on_device import PIECE, bytes_of_step
-from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.gradients.gradient_memory import landing_buffers, three_buffers
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of
-from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
+from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import place_in_arena
 from sp_lightning.planning.work import Choice, UnitWork, Way, Workload

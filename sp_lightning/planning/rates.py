@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Backend, Kind
-from sp_lightning.pipeline.lanes.devices import full_device, make_backend
+from sp_lightning.pipeline.lanes.accelerator import full_device, make_backend
 from sp_lightning.pipeline.lanes.lanes import Job
 from sp_lightning.pipeline.weights.buffers import HostBuffer
 from sp_lightning.planning.work import Machine
@@ -120,7 +120,7 @@ def measure() -> dict[str, float]:
         "memory_bandwidth": machine.host_memory,
     }
     # what is 0 has no device, and what is infinite was too fast to be seen
-    return {name: round(rate / 1e9, 1) for name, rate in assumed.items() if 0 < rate < math.inf}
+    return {name: float(f"{rate / 1e9:.3g}") for name, rate in assumed.items() if 0 < rate < math.inf}
 
 
 def measured_machine() -> Machine:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from sp_lightning.pipeline.lanes.lanes import Lane
-from sp_lightning.pipeline.optimizer.pieces import PIECES_AT_ONCE
+from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 

@@ -12,7 +12,7 @@ import torch
 
 from sp_lightning import optim
 from sp_lightning.optim import passes
-from sp_lightning.pipeline.optimizer import pieces
+from sp_lightning.pipeline.optimizer import visit
 
 from ..helpers import never_waiting
 from ..lightning_modules import fit_placed
@@ -48,7 +48,7 @@ def test_visits_in_each_precision(precision: str, clip: float | None, accumulate
 def test_placement_changes_no_number(
     dtype: torch.dtype, training: dict[str, Any], seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1024)
+    monkeypatch.setattr(visit, "PIECE", 1024)
     expected, _ = train_placed(ADAMW, Fixed((2,)), device, steps=10, dtype=dtype, **training)
     actual, stats = train_placed(ADAMW, Wanders(seed), device, steps=10, dtype=dtype, **training)
     assert stats.visits > 0
@@ -61,7 +61,7 @@ def test_the_device_runs_out_of_memory_in_a_visit(
     number: int, clip: float | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host makes the step of that piece: it has all as it was, though the device has begun with the piece."""
-    monkeypatch.setattr(pieces, "PIECE", 1024)
+    monkeypatch.setattr(visit, "PIECE", 1024)
     planner = partial(Fixed, (2,), (2, (), (1, 2, 4)))
     expected, _ = train_placed(ADAMW, planner(), device, clip=clip)
     step_on_device, seen = passes.step_on_device, list[object]()

@@ -55,7 +55,7 @@ PAGEABLE = {
     "fabric_strategy.py: clip_gradients_norm": "users of Fabric get the norm on the device",
     "optim/one_kernel.py: _compile": "updates are compiled, once",
     "optim/optimizers.py: _loaded": "a checkpoint is loaded",
-    "pipeline/activations/snapshots.py: _digest": "the first calls of a unit that recomputes are looked at",
+    "pipeline/activations/contract.py: _digest": "the first calls of a unit that recomputes are looked at",
     "pipeline/calls/guard.py: serve": "a weight is used outside of its unit, in the step that finds it out",
     "pipeline/optimizer/clipping.py: scale": "a factor, of what lives on the device",
     "pipeline/optimizer/clipping.py: measure_here": "norms, of what lives on the device: the host waits once",
@@ -88,8 +88,8 @@ def pageable_copies() -> Iterator[set[str]]:
                 break
             if frame.f_code.co_name == "_run_in_one_thread":  # autograd copies for users
                 break
-            # functions that users call by way of ours (torch's in overrides.py, a Trainer's) copy for the users
-            if file.is_relative_to(PACKAGE) and file.name not in ("overrides.py", "transformers.py"):
+            # functions that users call by way of ours (torch's in leaf.py, a Trainer's) copy for the users
+            if file.is_relative_to(PACKAGE) and file.name not in ("leaf.py", "transformers.py"):
                 ours.append(f"{file.relative_to(PACKAGE).as_posix()}: {frame.f_code.co_name}")
             frame = frame.f_back
         if ours and not PAGEABLE.keys() & set(ours):

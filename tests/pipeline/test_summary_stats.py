@@ -11,7 +11,7 @@ from torch.optim import Adam
 
 from sp_lightning import superpipeline
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Stats
-from sp_lightning.pipeline.activations.memory import Meter
+from sp_lightning.pipeline.activations.offload import Meter
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.stats import readable_bytes
 

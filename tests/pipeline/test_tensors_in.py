@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.dlpack import to_dlpack
 
-from sp_lightning.pipeline.tensors_in import MOST_OBJECTS, tensors_in
+from sp_lightning.pipeline.operations import MOST_OBJECTS, tensors_in
 from sp_lightning.pipeline.torch_private import alias_count, storage_key
 
 INDEX = torch.arange(4)

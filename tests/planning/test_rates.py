@@ -6,7 +6,7 @@ from contextlib import closing
 
 import torch
 
-from sp_lightning.pipeline.lanes.devices import HostBackend
+from sp_lightning.pipeline.lanes.accelerator import HostBackend
 from sp_lightning.planning import rates
 from sp_lightning.planning.rates import probe
 from sp_lightning.planning.work import Machine

@@ -1,39 +1,180 @@
-"""The promise to a forward that runs again in backward: the contract of `torch.utils.checkpoint`, and no more.
+"""The promise to a forward that runs again in backward, and looks that tell in time where it cannot be kept.
 
-Its inputs are the same, and torch's random generators and autocast are as they were in the first forward. So are its
-modules' buffers, also those that did not exist yet, its modes (`train()`, `eval()`), and the flags `requires_grad`.
-All of it advances once, so that BatchNorm counts a batch once. The engine simulates no other change by a forward.
+It is the contract of `torch.utils.checkpoint`, and no more: a forward's inputs are the same, and torch's random
+generators and autocast are as they were in the first forward. So are its modules' buffers, also those that did not
+exist yet, its modes (`train()`, `eval()`), and the flags `requires_grad`. All of it advances once, so that BatchNorm
+counts a batch once. The engine simulates no other change by a forward.
 
 [Note: what may change]
 A forward runs again only if nothing is known to be in the way, and anything that is not known to be safe is in the way.
 Any code may change the arguments of a unit until backward (a key/value cache, an iterator, a generator of random
 numbers). So each has to be of a kind that cannot change, a tensor whose version tells, or a module. Around a unit's
-first calls, a look compares the state of its modules, and its arguments if these are of a kind that can be compared
-(snapshots.py). Changes that cannot be seen in advance (in a closure, a class's attribute, a global variable) show in
-the output of the second forward.
+first calls, a look compares the state of its modules, and its arguments if these are of a kind that can be compared.
+Changes that cannot be seen in advance (in a closure, a class's attribute, a global variable) show in the output of the
+second forward.
+
+[Note: what a look compares]
+A look compares numbers and texts, at any depth of tuples, lists, dicts, sets, partials, methods, and objects that are
+nothing but their attributes. It compares tensors by identity and version, and small ones by their numbers, too, as
+kernels write to running statistics without a version. Classes, functions, enums, weak references, loggers and torch's
+operators stand for themselves. Everything else counts as changed, as does a value that leads to too many others. So a
+look reads no memory map and no data set, and a kind that is not listed here is on the safe side.
 """
 
 from __future__ import annotations
 
+import enum
+import gc
+import logging
+import pickle
+import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations.saved import SavedTensors
-from sp_lightning.pipeline.activations.snapshots import is_small_buffer, may_change, version_of
-from sp_lightning.pipeline.operations import Args, Kwargs
-from sp_lightning.pipeline.tensors_in import tensors_in
+from sp_lightning.pipeline.operations import (
+    MOST_OBJECTS,
+    NUMBERS_AND_TEXTS,
+    STATE_OF_MODULES,
+    Args,
+    Kwargs,
+    numpy,
+    tensors_in,
+)
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, TwinParameter
 
-_COMPARED = 1 << 16  # about how many numbers of an output are compared: all of a small one
+_SMALL_BUFFER = 1 << 19  # bytes; running statistics are smaller, masks and position tables larger
+_COMPARED = 1 << 16  # bytes of a tensor, or of an array
+_PLAIN = NUMBERS_AND_TEXTS | {range, slice, type(...), torch.layout, torch.memory_format}
+# kinds whose objects may have a state that no forward reads, or that no code sees
+_BY_IDENTITY = (
+    type, enum.Enum, ModuleType, FunctionType, logging.Logger, torch._ops.OperatorBase, torch._ops.OpOverloadPacket,
+    ref, fx.Graph, numpy.number, numpy.bool_,
+)  # fmt: skip
+_CALLABLES = (partial, MethodType, BuiltinFunctionType)
+
+
+def may_change(value: Any) -> bool:
+    """Tell whether an argument of a unit may change until backward, by any code."""
+    kind = type(value)
+    if kind in _CALLABLES:
+        return any(map(may_change, gc.get_referents(value)))
+    if isinstance(value, Tensor):  # the second forward gets another one, without attributes that a user has set
+        has_slots = kind.__basicsize__ > Tensor.__basicsize__
+        return not isinstance(value, nn.Parameter) and (has_slots or bool(vars(value)))
+    return not (kind in _PLAIN or isinstance(value, (nn.Module, *_BY_IDENTITY)))
+
+
+class Snapshot:
+    """A look at modules and at the arguments of their call, before a forward ([Note: what a look compares])."""
+
+    def __init__(self, modules: Sequence[nn.Module], given: Sequence[Any]) -> None:
+        self._modules = modules
+        # arguments that may change are not looked at: a unit that gets one keeps its saved tensors anyway
+        self._given = [value for value in given if not may_change(value)]
+        self._seen: list[Any] = []  # objects in pictures; holding them keeps their identities from being given again
+        self._before = dict(self._read())
+
+    def obstacle(self) -> str | None:
+        """Return the reason, as a phrase, why the forward that is over cannot run again; None if none was seen."""
+        after = dict(self._read())
+        changed = [key for key in {**self._before, **after} if self._before.get(key) != after.get(key)]
+        return changed[0][1] if changed else None
+
+    def _read(self) -> Iterator[tuple[tuple[int, str], object]]:
+        """Yield pictures, each with a number and the meaning of a difference."""
+        generators = pickle.dumps((random.getstate(), numpy.random.get_state()))
+        yield (0, "draws random numbers that are not torch's"), generators
+        yield (0, "changes what it is given"), self._digest([*self._given])
+        for number, module in enumerate(self._modules):
+            if _parts_of(module) is None:
+                yield (number, "has slots, or is a dict, which cannot be compared"), object()
+            yield (number, "replaces a part of itself"), [*map(id, module._modules.values())]
+            # a weight of ours is there as its master or as its twin
+            others = {name: value for name, value in module._parameters.items() if not isinstance(value, CopiedPlainly)}
+            for name, value in {**others, **vars(module)}.items():
+                if name not in STATE_OF_MODULES:
+                    difference = f"changes its attribute {name!r} (or that cannot be compared)"
+                    yield (number, difference), self._digest([value])
+
+    def _digest(self, waiting: list[Any]) -> object:
+        """Return the contents of values, to be compared; if they are unknown, an object that is equal to no other."""
+        picture: list[object] = []
+        self._seen.append(waiting)
+        known = set(map(id, self._modules))
+        for value in waiting:  # it grows
+            kind = type(value)
+            if kind in _PLAIN:
+                picture.append((kind, value))
+            elif id(value) in known or isinstance(value, _BY_IDENTITY):
+                picture.append(id(value))
+            else:
+                known.add(id(value))
+                parts = _parts_of(value)
+                if parts is None or len(waiting) + len(parts) > MOST_OBJECTS:
+                    return object()
+                waiting += parts
+                picture.append((kind if _is_container(value) else id(value), len(parts)))
+        return picture
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, set, frozenset, dict, OrderedDict) or isinstance(value, tuple)
+
+
+def _parts_of(value: Any) -> list[Any] | None:
+    """Return all that an object holds; None if it may hold anything else."""
+    kind = type(value)
+    if isinstance(value, CopiedPlainly):
+        return [version_of(value)]
+    if kind in (dict, OrderedDict):
+        return [*value, *value.values()]
+    if _is_container(value) or kind in _CALLABLES:
+        return gc.get_referents(value)
+    if kind is numpy.ndarray and value.nbytes <= _COMPARED and not value.dtype.hasobject:
+        return [str(value.dtype), value.shape, value.tobytes()]
+    # with slots, or a base class in C, objects would take more memory
+    plain = Tensor if isinstance(value, Tensor) else nn.Module
+    if (kind.__basicsize__, kind.__dictoffset__) != (plain.__basicsize__, plain.__dictoffset__):
+        return None
+    return [vars(value), version_of(value), _numbers_of(value)] if plain is Tensor else [vars(value)]
+
+
+def _numbers_of(tensor: Tensor) -> str:
+    """Return a small tensor's numbers; nothing if it has none, as on the meta device."""
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.nbytes <= _COMPARED:
+        with suppress(RuntimeError):
+            return str(tensor.tolist())
+    return ""
+
+
+def is_small_buffer(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a buffer that is copied for the second forward: it is small, and lies in memory."""
+    if isinstance(tensor, nn.Parameter) or is_lazy(tensor):
+        return False
+    return tensor.layout is torch.strided and tensor.nbytes <= _SMALL_BUFFER
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's version. For a master, this waits until the work on it is done, as it does for any reader."""
+    with without_torch_function() if isinstance(tensor, TwinParameter) else nullcontext():
+        return 0 if tensor.is_inference() else tensor._version
+
+
+_NUMBERS_COMPARED = 1 << 16  # about how many numbers of an output are compared: all of a small one
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
@@ -202,7 +343,7 @@ def numbers_of(output: Any) -> list[Tensor]:
     for tensor in tensors_in(output):
         if tensor.layout is torch.strided and not tensor.is_nested and not contains_others(tensor):
             flat = tensor.detach().as_subclass(Tensor).reshape(-1)
-            sample = flat[:: len(flat) // _COMPARED + 1].resolve_conj().clone()
+            sample = flat[:: len(flat) // _NUMBERS_COMPARED + 1].resolve_conj().clone()
             numbers.append(torch.view_as_real(sample) if sample.is_complex() else sample)
     return numbers
 

@@ -27,15 +27,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.activations.memory import Footprint, Stretch
-from sp_lightning.pipeline.activations.offload import Bundle, Offloader
+from sp_lightning.pipeline.activations.offload import Bundle, Footprint, Offloader, Stretch
 from sp_lightning.pipeline.activations.recompute import SecondForwards, UnitCall
 from sp_lightning.pipeline.activations.saved import SavedTensors
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.operations import Args, Kwargs
+from sp_lightning.pipeline.operations import Args, Kwargs, tensors_in
 from sp_lightning.pipeline.options import ActivationPolicy, Policy
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member
 

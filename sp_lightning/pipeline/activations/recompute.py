@@ -30,15 +30,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from sp_lightning.pipeline.activations import offload
-from sp_lightning.pipeline.activations.contract import Inputs, Surroundings, are_other, numbers_of, requiring_gradients
-from sp_lightning.pipeline.activations.memory import Footprint
+from sp_lightning.pipeline.activations.contract import (
+    Inputs,
+    Snapshot,
+    Surroundings,
+    are_other,
+    numbers_of,
+    requiring_gradients,
+)
+from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.activations.saved import Kept, SavedTensors
-from sp_lightning.pipeline.activations.snapshots import Snapshot
 from sp_lightning.pipeline.lanes.backend import Backend, is_out_of_memory
 from sp_lightning.pipeline.lanes.lanes import Kind
-from sp_lightning.pipeline.operations import Args, Kwargs
+from sp_lightning.pipeline.operations import Args, Kwargs, tensors_in
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.tensors_in import tensors_in
 from sp_lightning.pipeline.torch_private import (
     scope_that_ends_before_backward,
     storage_key,

@@ -22,8 +22,7 @@ from weakref import ref
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.pipeline.activations.memory import Meter
-from sp_lightning.pipeline.activations.offload import Offloaded, Offloader
+from sp_lightning.pipeline.activations.offload import Meter, Offloaded, Offloader
 from sp_lightning.pipeline.torch_private import SavedTensorHooks, storage_key, top_saved_tensor_hooks
 from sp_lightning.pipeline.weights.weight import Handle, Twin, outdated_graph_error
 

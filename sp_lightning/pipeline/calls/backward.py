@@ -39,8 +39,7 @@ from sp_lightning.pipeline.activations.offload import Bundle
 from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.graphs import Graph
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
-from sp_lightning.pipeline.operations import replace_instances, run_hooks
-from sp_lightning.pipeline.tensors_in import tensors_in
+from sp_lightning.pipeline.operations import replace_instances, run_hooks, tensors_in
 from sp_lightning.pipeline.torch_private import (
     alias_count,
     graph_task,
@@ -50,11 +49,9 @@ from sp_lightning.pipeline.torch_private import (
     when_backward_ends,
     without_torch_function,
 )
-from sp_lightning.pipeline.units.presence import Residency
-from sp_lightning.pipeline.units.unit import Member, Unit
+from sp_lightning.pipeline.units.unit import Member, Residency, Unit
 from sp_lightning.pipeline.weights.weight import Twin, Weight
-from sp_lightning.pipeline.window.order import Pass
-from sp_lightning.pipeline.window.window import Window
+from sp_lightning.pipeline.window.window import Pass, Window
 
 GRADIENT: Any = Tensor.grad  # the leaf's own gradient; its class would answer with the master's
 

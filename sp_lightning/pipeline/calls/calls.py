@@ -26,7 +26,7 @@ from sp_lightning.pipeline.torch_private import (
     is_capturing,
 )
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights.overrides import running_calls
+from sp_lightning.pipeline.weights.leaf import running_calls
 
 
 class Calls:

@@ -53,7 +53,7 @@ from sp_lightning.pipeline.torch_private import (
     without_compile,
 )
 from sp_lightning.pipeline.units.unit import Member
-from sp_lightning.pipeline.weights import autocast, leaf, overrides
+from sp_lightning.pipeline.weights import autocast, leaf
 
 _PLAIN = "_superpipeline_plain"  # the attribute of a gate's class that holds the plain class
 
@@ -192,7 +192,7 @@ def keep_out_of_graphs(backend: Backend) -> None:
 @functools.cache
 def _prepare_to_be_compiled() -> None:
     # These modules are in graphs of units and of hooks. Hiding a package would hide all modules in it.
-    visible = (autocast.__name__, leaf.__name__, overrides.__name__, leaf.__package__)
+    visible = (autocast.__name__, leaf.__name__, leaf.__package__)
     hide_from_dynamo(
         module
         for name, module in list(sys.modules.items())

@@ -52,14 +52,11 @@ from sp_lightning.pipeline.torch_private import (
     without_torch_function,
     zeroing,
 )
-from sp_lightning.pipeline.units.presence import Residency
-from sp_lightning.pipeline.units.unit import Member
+from sp_lightning.pipeline.units.unit import Member, Residency
 from sp_lightning.pipeline.weights.autocast import LoweredParameter, Lowering
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
-from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter
-from sp_lightning.pipeline.weights.overrides import see_all_uses
+from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter, see_all_uses
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import Life, Twin, Weight, become, form_of
+from sp_lightning.pipeline.weights.weight import DepartedLeaf, Life, Twin, Weight, become, form_of
 
 
 class Guard:

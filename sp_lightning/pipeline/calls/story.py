@@ -40,7 +40,7 @@ from sp_lightning.pipeline.placing.placement import PlacementPolicy
 from sp_lightning.pipeline.torch_private import in_backward
 from sp_lightning.pipeline.units.unit import Member
 from sp_lightning.pipeline.weights.weight import outdated_graph_error
-from sp_lightning.pipeline.window.order import Pass
+from sp_lightning.pipeline.window.window import Pass
 
 
 class Story:

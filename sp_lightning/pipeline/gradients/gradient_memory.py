@@ -181,7 +181,7 @@ class LandingBuffer(GradientMemory):
 
 
 class MayWait(Protocol):
-    """Knows whether gradients may wait on the device (waiting.py)."""
+    """Knows whether gradients may wait on the device (routes.py)."""
 
     landing_bytes: int
 

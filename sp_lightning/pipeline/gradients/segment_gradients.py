@@ -133,7 +133,7 @@ class Stored(enum.Enum):
 
 
 class StepInBackward(Protocol):
-    """A step of an optimizer that uses gradients as they arrive (optimizer/early_step.py)."""
+    """A step of an optimizer that uses gradients as they arrive (optimizer/clipping.py)."""
 
     keeps_gradients: bool
 

@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sp_lightning.pipeline.gradients.routes import Arrival, Route, Routes, route_of
+from sp_lightning.pipeline.gradients.routes import Arrival, Route, Routes, WaitingGradients, route_of
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient, SegmentGradients, StepInBackward, Stored
-from sp_lightning.pipeline.gradients.waiting import WaitingGradients
 from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import tensor_hooks

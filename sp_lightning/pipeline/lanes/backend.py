@@ -1,6 +1,6 @@
 """The interface to a kind of device: copies between it and the host, and work on host memory.
 
-devices.py implements it. The pipeline decides what is copied and when, and the backend keeps the
+accelerator.py implements it. The pipeline decides what is copied and when, and the backend keeps the
 order right.
 
 [Note: ordering of copies]

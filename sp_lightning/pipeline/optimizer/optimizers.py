@@ -36,8 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork, optimizer_steps, optimizer_waits
-from sp_lightning.pipeline.optimizer.clipping import Clipping
-from sp_lightning.pipeline.optimizer.early_step import EarlyStep
+from sp_lightning.pipeline.optimizer.clipping import Clipping, EarlyStep
 from sp_lightning.pipeline.optimizer.kinds import (
     Afterwards,
     OptimizerWeights,

@@ -1,6 +1,6 @@
 """Steps of units, on the thread for work on host memory: handed over, and waited for.
 
-They are handed over when `step()` is called, or while backward runs (early_step.py). Units whose state visits the
+They are handed over when `step()` is called, or while backward runs (clipping.py). Units whose state visits the
 device are updated there instead (visit.py).
 
 [Note: one pass]
@@ -24,14 +24,13 @@ from torch import Tensor
 from sp_lightning.optim.of_torch import scaling_of
 from sp_lightning.optim.passes import Work
 from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
+from sp_lightning.pipeline.gradients.routes import LateGradients
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.gradients.stream import GradientStream
-from sp_lightning.pipeline.gradients.waiting import LateGradients
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
-from sp_lightning.pipeline.optimizer.pieces import pack_state
-from sp_lightning.pipeline.optimizer.visit import Visits
+from sp_lightning.pipeline.optimizer.visit import Visits, pack_state
 from sp_lightning.pipeline.processes.box import CounterTicket, SharedMemory
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped

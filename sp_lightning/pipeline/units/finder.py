@@ -29,8 +29,7 @@ from torch import nn
 
 from sp_lightning.pipeline.options import UnitPolicy, as_predicate
 from sp_lightning.pipeline.torch_private import is_compiled, without_compile
-from sp_lightning.pipeline.units.members import make_division
-from sp_lightning.pipeline.units.tree import Tree, named_own_parameters
+from sp_lightning.pipeline.units.tree import Tree, make_division, named_own_parameters
 from sp_lightning.pipeline.units.unit import Division
 from sp_lightning.pipeline.weights.autocast import WITH_FAST_PATH
 from sp_lightning.pipeline.weights.weight import Weight

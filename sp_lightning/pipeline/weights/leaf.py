@@ -1,25 +1,40 @@
-"""The leaf of a twin: a Parameter that stands in for the master while its unit computes.
+"""The leaf of a twin: a Parameter that stands in for the master while its unit computes; and how torch asks it.
 
 [Note: one weight, two Parameters]
 The one in the module tree is the weight; code that uses the other one gets it. A program may hold a master since
 `__init__` and use it within its module's call: the guard gives it the leaf (guard.py). And a program may keep a leaf
-beyond the call: once no module has it any more, its class is `DepartedLeaf` (departed.py), which gives the master. So a
+beyond the call: once no module has it any more, its class is `DepartedLeaf` (weight.py), which gives the master. So a
 kept leaf never reads what others have put in its place.
 
 A forward may contain `self.weight.data.clamp_()`, which has to reach the master like any other change. So the leaf's
 `.data` shares its version. Attributes that users set on a Parameter, its hooks, and its gradient are those of the
 master.
 
-`torch.compile` has to look into this file. The engine's work around graphs is in others, or it would be compiled.
+[Note: functions that are made to ask]
+Some functions of torch's take weights without asking their class (`__torch_function__`). Here they are made to ask.
+Factories such as `torch.tensor(weight)` take any object, `nn.Parameter(weight)` takes those of torch's own classes, and
+custom autograd Functions take all arguments as they are; before torch 2.14, so does `backward(inputs=...)`. They are
+changed once in a process, when the engine is first imported, and do what they did for everything but our own classes.
+
+`torch.compile` has to look into this file, as it meets these classes and functions in user code. The engine's work
+around graphs is in other files, or it would be compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
+
+from sp_lightning.pipeline.operations import Args, Kwargs, Operation
+from sp_lightning.pipeline.torch_private import apply_of, register_builtin, remember_device_constructors
 
 
 class CopiedPlainly(nn.Parameter):
@@ -97,3 +112,111 @@ class EagerLeaf(TwinParameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self.weight.master.grad = gradient
+
+
+_FACTORIES = (
+    "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_compressed_tensor", "sparse_csr_tensor",
+    "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
+)  # fmt: skip
+_METHODS = ("new_tensor", "new", "set_", "as_subclass")
+
+Kinds = Sequence[type[nn.Parameter]]
+
+
+class SeesFunctions(Protocol):
+    """A listener that is told of each custom autograd Function that is applied."""
+
+    def note_function(self, output: Any) -> None:
+        """Note the output of a Function."""
+
+
+class RunningCalls(threading.local):
+    """The calls of units that this thread is in, of all models, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[SeesFunctions] = []
+
+
+running_calls = RunningCalls()
+
+
+def see_all_uses(kinds: Kinds, leaves: Kinds) -> None:
+    """Have these classes see uses that torch would not tell them of, and calls of units see custom Functions."""
+    remember_device_constructors()
+    for name in _FACTORIES:
+        _have_classes_asked(torch, name, kinds)
+    for name in _METHODS:
+        _have_classes_asked(Tensor, name, kinds)
+    if torch.__version__ < "2.14":
+        _have_inputs_asked(kinds)
+    _make_parameters_of(kinds, leaves)
+    _see_functions(kinds)
+
+
+def _call_by_class(kinds: Kinds, function: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function, by the `__torch_function__` of these classes if it is given an instance of one."""
+    given = [value for value in (*args, *kwargs.values()) if type(value) in kinds]
+    if given and torch.overrides.has_torch_function(given):
+        return torch.overrides.handle_torch_function(function, given, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def _have_classes_asked(owner: Any, name: str, kinds: Kinds) -> None:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        return _call_by_class(kinds, function, args, kwargs)
+
+    setattr(owner, name, asking)
+    register_builtin(asking, function)
+
+
+def _have_inputs_asked(kinds: Kinds) -> None:
+    """Have `torch.autograd.backward` ask the classes of its inputs. `Tensor.backward` calls it, too."""
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs")
+        if inputs is not None:
+            kwargs["inputs"] = inputs = (inputs,) if isinstance(inputs, (Tensor, GradientEdge)) else tuple(inputs)
+            given = [value for value in inputs if type(value) in kinds]
+            if given and torch.overrides.has_torch_function(given):
+                return torch.overrides.handle_torch_function(asking, given, *args, **kwargs)
+        return backward(*args, **kwargs)
+
+    torch.autograd.backward = asking
+
+
+def _make_parameters_of(kinds: Kinds, leaves: Kinds) -> None:
+    """Have `nn.Parameter(data)` take instances of these classes for Parameters.
+
+    It takes instances of torch's own classes only. For those of other classes, `detach` has to return a Parameter, too.
+    Only its `__new__` is replaced. A Parameter that is made of a leaf may outlive the values in the leaf's place. So it
+    gets memory of its own.
+    """
+    make = nn.Parameter.__new__
+
+    @functools.wraps(make)
+    def make_of(new: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in leaves:
+            data = data.detach().clone()
+        elif type(data) in kinds:
+            data = data.detach()
+        return make(new, data, requires_grad)
+
+    nn.Parameter.__new__ = staticmethod(make_of)  # type: ignore[method-assign, assignment]
+
+
+def _see_functions(kinds: Kinds) -> None:
+    bind = apply_of(Function)
+
+    @functools.wraps(Function.apply)
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        output = _call_by_class(kinds, bind(cls), args, kwargs)
+        for call in running_calls.stack:
+            call.note_function(output)
+        return output
+
+    Function.apply = classmethod(apply)

@@ -20,6 +20,8 @@ twins take the masters' places in the module tree, so the graph is built on the 
     gradient        the engine's until other code reads `.grad`:    Routes                      until zeroed or used
                     beside the masters, in a landing buffer, or
                     on the device
+
+A leaf that no module has now stands for its master ([Note: one weight, two Parameters] in leaf.py).
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.pipeline.operations import ABOUT, Args, Kwargs, Meaning, Operation, meaning_of, replace_instances
 from sp_lightning.pipeline.torch_private import contains_others, storage_key, without_torch_function
-from sp_lightning.pipeline.weights.departed import DepartedLeaf
 from sp_lightning.pipeline.weights.leaf import EagerLeaf, TwinParameter
 
 if TYPE_CHECKING:
     from sp_lightning.pipeline.units.unit import Unit
-
 
 _DATA: Any = Tensor.data
 USES_TO_WATCH = 2
@@ -337,3 +338,38 @@ class Weight:
 def form_of(tensor: Tensor) -> tuple[object, ...]:
     """Return all properties in which tensors with the same values may differ."""
     return tensor.dtype, tensor.shape, tensor.device, tensor.stride()
+
+
+class DepartedLeaf(EagerLeaf):
+    """A leaf that no module has now, though the program may."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:
+        """The master's values, without history."""
+        return self.weight.master.data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.weight.master.data = values
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the master other memory."""
+        return self.weight.master.set_(source, *args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Operation,
+        types: Iterable[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        """Run an operation with the master in place of the leaf."""
+        kwargs = kwargs or {}
+        if meaning_of(func) in (*ABOUT, Meaning.MEMORY):
+            with without_torch_function():
+                return func(*args, **kwargs)
+        args, kwargs = replace_instances((args, kwargs), cls, lambda leaf: leaf.weight.master)
+        return func(*args, **kwargs)

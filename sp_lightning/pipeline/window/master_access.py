@@ -28,8 +28,7 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.processes.box import written_by_follower
 from sp_lightning.pipeline.stats import Stats
-from sp_lightning.pipeline.units.presence import Residency
-from sp_lightning.pipeline.units.unit import Unit
+from sp_lightning.pipeline.units.unit import Residency, Unit
 from sp_lightning.pipeline.weights.buffers import as_bytes
 from sp_lightning.pipeline.weights.weight import Weight
 

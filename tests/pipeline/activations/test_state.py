@@ -30,7 +30,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 from torch.utils.dlpack import to_dlpack
 
-from sp_lightning.pipeline.activations import snapshots
+from sp_lightning.pipeline.activations import contract
 
 from ...helpers import Run, assert_same_story, attached
 from ...zoo.blocks import Block, Chain
@@ -323,7 +323,7 @@ def test_units_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         looked_at.extend([tensor] if tensor.shape == (1,) else [])
         return tensor._version
 
-    monkeypatch.setattr(snapshots, "version_of", noting)
+    monkeypatch.setattr(contract, "version_of", noting)
     with attached(model, activations="recompute") as pipe:
         for step in range(4):
             looked_at.clear()
@@ -395,12 +395,12 @@ def test_a_look_reads_no_data() -> None:
         module = nn.Module()
         module.data = data
         tracemalloc.start()
-        look = snapshots.Snapshot([module], [])
+        look = contract.Snapshot([module], [])
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < memory.nbytes / 2
         assert "'data'" in (look.obstacle() or "")
-        assert snapshots.Snapshot([], [module]).obstacle() == "changes what it is given"
+        assert contract.Snapshot([], [module]).obstacle() == "changes what it is given"
 
 
 class ReturnsData(nn.Module):

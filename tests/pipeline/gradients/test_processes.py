@@ -18,7 +18,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
-from sp_lightning.pipeline.processes.sums import SharedSums
+from sp_lightning.pipeline.processes.averages import SharedSums
 from sp_lightning.pipeline.torch_private import parts_of
 
 from ...helpers import Trace, assert_close_trace, assert_same_trace, note_gradients, torchs_defaults

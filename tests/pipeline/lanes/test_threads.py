@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, host_memory
-from sp_lightning.pipeline.lanes import devices
+from sp_lightning.pipeline.lanes import accelerator
 from sp_lightning.pipeline.lanes.lanes import Job
 
 from ..parts import host_backend
@@ -49,8 +49,8 @@ def test_cores_that_the_process_may_use(
     allowed: Any, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed), raising=False)
-    assert devices._threads(DEVICE, processes) == expected
-    assert devices._threads(torch.device("cpu"), processes) is None  # sums are rounded as elsewhere
+    assert accelerator._threads(DEVICE, processes) == expected
+    assert accelerator._threads(torch.device("cpu"), processes) is None  # sums are rounded as elsewhere
 
 
 @pytest.mark.parametrize(
@@ -64,20 +64,20 @@ def test_a_container_may_have_less_of_their_time(limits: tuple[str, ...], expect
     (cores / "pod/job").mkdir(parents=True)
     for folder, limit in zip((".", "pod", "pod/job"), limits, strict=True):
         (cores / folder / "cpu.max").write_text(f"{limit} 100000\n")
-    assert devices._threads(DEVICE, 1) == expected
+    assert accelerator._threads(DEVICE, 1) == expected
 
 
 def test_a_system_that_does_not_tell_of_cores(cores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_CORES", cores / "missing")
-    assert devices._threads(DEVICE, 1) == 12
+    assert accelerator._threads(DEVICE, 1) == 12
 
 
 def test_threads_set_by_the_user_are_kept_unless_torchrun_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torchrun` sets the variable, too, and means the processes that it has not started."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert devices._threads(DEVICE, 1) is None
+    assert accelerator._threads(DEVICE, 1) is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert devices._threads(DEVICE, 1) == 6
+    assert accelerator._threads(DEVICE, 1) == 6
 
 
 def seen_by(backend: Any) -> int:

@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from sp_lightning import optim
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.optimizer import pieces, visit
+from sp_lightning.pipeline.optimizer import visit
 
 from ...helpers import is_block
 from ...planning.parts import BLOCKS, Fixed, Make, take_steps, train_placed
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Make] = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block takes several, which end within weights."""
-    monkeypatch.setattr(pieces, "PIECE", 1024)
+    monkeypatch.setattr(visit, "PIECE", 1024)
 
 
 def assert_same(
@@ -156,7 +156,7 @@ def clipped_backward(model: nn.Module, pipeline: Pipeline) -> list[weakref.ref[T
 @pytest.mark.parametrize(("k", "order"), [(2, [0, 1, 2, 3, 4, 5]), (1, [1, 2])], ids=["begun", "to begin"])
 def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for state to come down. When it has them, gradients are gone; and no visit looks like a write of its own."""
-    monkeypatch.setattr(pieces, "PIECE", 1 << 20)  # or the next piece would wait for memory
+    monkeypatch.setattr(visit, "PIECE", 1 << 20)  # or the next piece would wait for memory
     gate = threading.Event()
 
     class Lags(HostBackend):
@@ -177,9 +177,9 @@ def test_a_forward_waits_for_new_weights_alone(k: int, order: list[int], monkeyp
             x = torch.ones(4, 16)
             for number in order:
                 x = model.blocks[number](x)
-        (visit,) = [unit.update.ticket for unit in pipeline.arrangement.in_window if unit.update.is_on_device]
-        assert visit is not None
-        assert not visit.done
+        (under_way,) = [unit.update.ticket for unit in pipeline.arrangement.in_window if unit.update.is_on_device]
+        assert under_way is not None
+        assert not under_way.done
         assert not any(gradient() is not None for gradient in staying)
         gate.set()
         x.sum().backward()
@@ -212,7 +212,7 @@ def test_a_visit_that_fails_raises(begins: bool, delay: float, monkeypatch: pyte
 
     with visiting([0, 1], HostBackend(max_delay=delay)) as (model, pipeline, optimizer):
         take_steps(model, optimizer, 1)
-        monkeypatch.setattr(visit.Visit if begins else pieces.Piece, "_send" if begins else "assign_buffer", fail)
+        monkeypatch.setattr(visit.Visit if begins else visit.Piece, "_send" if begins else "assign_buffer", fail)
         with pytest.raises(RuntimeError, match="no memory for pieces"):
             take_steps(model, optimizer, 2)  # if copies are late, the second one raises
         if begins:
@@ -281,7 +281,7 @@ def test_a_device_without_memory_for_pieces_leaves_steps_to_the_host(monkeypatch
     made: list[int] = []
     make = visit.PieceBuffer.__init__
 
-    def runs_out(self: pieces.PieceBuffer, nbytes: int, backend: HostBackend) -> None:
+    def runs_out(self: visit.PieceBuffer, nbytes: int, backend: HostBackend) -> None:
         made.append(nbytes)
         if len(made) <= 2:
             raise torch.OutOfMemoryError("no memory")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.torch_private import without_torch_function
-from sp_lightning.pipeline.weights.overrides import _make_parameters_of
+from sp_lightning.pipeline.weights.leaf import _make_parameters_of
 
 
 class Loud(nn.Parameter):

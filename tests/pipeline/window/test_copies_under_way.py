@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes.lanes import Ticket
-from sp_lightning.pipeline.units.presence import Residency
+from sp_lightning.pipeline.units.unit import Residency
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
 
