@@ -223,7 +223,7 @@ class OrderCheck:
         ticket = yield
         self.ask(ticket, self._what, self._computing, [source], [target], "down")
 
-    def _job(self, _: Backend, job: Job) -> Hook:
+    def _job(self, _: Backend, job: Job, *__: Any) -> Hook:
         owner, args = getattr(job.cleanup, "__self__", None), getattr(job.cleanup, "args", ())
         for buffer in [owner, *chain.from_iterable(each for each in args if isinstance(each, list))]:
             if isinstance(buffer, LandingBuffer):

@@ -69,6 +69,8 @@ class PipelineOptions:
             three quarters of the cores; without a GPU, torch's number.
         compile: Whether to compile each unit's forward, as `block.compile()` does. Equal units share one graph. A dict
             has arguments of `torch.compile`, such as `{"mode": "max-autotune-no-cudagraphs"}`.
+        nvme_path: A folder on a drive, for optimizer state that has no room in CPU memory. `docs/drive.md` says which
+            optimizers can use it.
         debug: Whether to delay copies at random, and to fill free slots with NaN.
 
     Raises:
@@ -86,6 +88,7 @@ class PipelineOptions:
     pin_memory: bool = True
     host_threads: int | Auto = "auto"
     compile: CompileOptions = False
+    nvme_path: str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -106,6 +109,8 @@ class PipelineOptions:
         if not is_list or not all(isinstance(name, str) for name in self.resident):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
         _check_compile(self.compile)
+        if not isinstance(self.nvme_path, str | None):
+            raise ValueError(f"`nvme_path={self.nvme_path!r}` must be the path of a folder, as text.")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):

@@ -36,7 +36,7 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ _LEAST_STALL = 20e-6  # seconds; the query alone takes less when there is nothin
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 # The rank of a copy that comes after a job; the rank of a step is its unit's place in the forward.
 BEFORE_OTHER_WORK = -1
+Submit: TypeAlias = Callable[[Job], Ticket]
 UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
 """The kinds of work for updates of units, each with a lane of its own next to computing, as it waits for memory."""
 
@@ -100,6 +101,7 @@ class Backend(ABC):
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
         self._host = host  # the thread for work on host memory
+        self.workers = [host]  # this one, and others for such work
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate device memory, as bytes."""
@@ -133,9 +135,14 @@ class Backend(ABC):
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         """Copy bytes to the host, after everything computed so far."""
 
-    def work(self, job: Job) -> Ticket:
-        """Run a job on the thread for work on host memory."""
-        return self._host.submit(job)
+    def work(self, job: Job, submit: Submit | None = None) -> Ticket:
+        """Run a job on the thread for work on host memory, or where else `submit` has it run."""
+        return (submit or self._host.submit)(job)
+
+    def add_worker(self, purpose: str) -> Worker:
+        """Return another thread for work on host memory."""
+        self.workers.append(self._host.like(purpose))
+        return self.workers[-1]
 
     @abstractmethod
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
@@ -205,7 +212,8 @@ class Backend(ABC):
     def close(self) -> None:
         """Finish all work, and release the resources of the backend."""
         self.drain()
-        self._host.close()
+        for worker in self.workers:
+            worker.close()
 
 
 class _TraceEntry(NamedTuple):
@@ -267,12 +275,12 @@ class Trace:
         self._note(_TraceEntry(kind, name, nbytes, ticket))
         return ticket
 
-    def work(self, kind: Kind, name: str, job: Job) -> Ticket:
-        """Ask for a job on the thread for work on host memory; its range is where it runs."""
+    def work(self, kind: Kind, name: str, job: Job, submit: Submit | None = None) -> Ticket:
+        """Ask for a job on a thread for work on host memory; its range is where it runs."""
         if not self._is_on:
-            return self._backend.work(job)
+            return self._backend.work(job, submit)
         job.action = _range(kind.label, name)(job.action)
-        ticket = self._backend.work(job)
+        ticket = self._backend.work(job, submit)
         self._note(_TraceEntry(kind, name, job.nbytes, ticket))
         return ticket
 

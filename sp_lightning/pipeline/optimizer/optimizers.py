@@ -117,6 +117,10 @@ class Optimizers:
                     f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
                     "step as in plain training."
                 )
+            drive = self._steps.drive
+            if drive is not None and optimizer_weights.gradients:
+                drive.check()
+                drive.places.check(optimizer, self._steps.fused)
             window = self._steps.window
             window.write_back_all()  # the step reads masters
             if self._step_in_backward is not None:
@@ -192,6 +196,7 @@ class Optimizers:
         self._known_optimizers[optimizer] = [
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
+            optimizer.register_load_state_dict_post_hook(self._adopt_state),
         ]
         # Parameters may have moved since the optimizer was made.
         move_state(optimizer, parameters)
@@ -200,6 +205,19 @@ class Optimizers:
     def _finish_steps(self, *_: object) -> None:
         with self._at_work:
             self._steps.settle()
+            if self._steps.drive is not None:
+                self._steps.drive.settle()
+
+    def _adopt_state(self, optimizer: Optimizer) -> None:
+        """Put state that was loaded where it belongs, weight by weight, so that RAM need not hold all of it."""
+        drive = self._steps.drive
+        if drive is not None:
+            with self._at_work:
+                step = Step(optimizer, self._weights_of(optimizer), self._steps.fused)
+                for gradient in step.optimizer_weights.gradients:
+                    state = optimizer.state.get(gradient.weight.master)
+                    if state:
+                        drive.places.bring(step, {gradient: state})
 
     def _step(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights) -> None:
         """Step the optimizer's weights unit by unit."""

@@ -9,24 +9,38 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import tempfile
 import warnings
 import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from sp_lightning.optim.of_torch import OnePass
+from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.pipeline.host_memory import available_host_memory, release
+from sp_lightning.pipeline.optimizer.kinds import Step, settings_of, why_not_by_unit
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.weights.buffers import tensor_in
+from sp_lightning.pipeline.weights.weight import Weight
 
 PAGE = 4096
 """Requests past the cache need memory, offsets and sizes that are multiples of this."""
 
 _IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 _OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs")
+SHARE_OF_FREE_RAM = 0.8
+"""The part of free RAM that state may take; programs, loaders and gradients on their way take more with time."""
 _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -134,3 +148,150 @@ def _reserve(fd: int, nbytes: int) -> None:
         if error.errno not in _CANNOT_RESERVE:
             raise
         os.ftruncate(fd, nbytes)
+
+
+# ------------------------------------------------------------------------------------- which state is on the drive
+
+
+@dataclass
+class _Place:
+    """The place of a weight's state in a file."""
+
+    unit: str
+    file: StateFile
+    offset: int
+    nbytes: int
+    is_zero: bool = True  # whether nothing was written there yet
+
+
+class _OfOptimizer(NamedTuple):
+    """The decisions for an optimizer."""
+
+    places: dict[nn.Parameter, _Place]  # of weights whose state is on the drive
+    in_ram: set[str]  # the names of the other units
+
+
+class StatePlaces:
+    """Decides which units have their optimizer state on the drive, and has it lie there.
+
+    State lies in RAM as long as there is room: no more is written than must be.
+    """
+
+    def __init__(self, folder: str, settle: Callable[[], None]) -> None:
+        self.folder = folder
+        self._settle = settle  # waits until steps have written all state
+        self._decided: weakref.WeakKeyDictionary[Optimizer, _OfOptimizer] = weakref.WeakKeyDictionary()
+
+    def check(self, optimizer: Optimizer, fused: bool) -> None:
+        """Raise unless an optimizer makes one pass over memory, so that its state can pass through RAM."""
+        why_not = why_not_by_unit(optimizer)
+        if why_not is None:
+            passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
+            if all(each.is_possible for each in passes):
+                return
+            why_not = f"{type(optimizer).__name__} with these options makes more than one pass over its state"
+        raise ValueError(
+            f"`nvme_path={self.folder!r}`: {why_not}. A drive can hold the state of sp_lightning.optim, and of "
+            "torch.optim.AdamW and Adam with fused=True, or on a GPU with neither `fused` nor `foreach`."
+        )
+
+    def on_drive(self) -> tuple[int, int]:
+        """Return how many units have state on the drive, and how many bytes."""
+        places = list(chain.from_iterable(decided.places.values() for decided in self._decided.values()))
+        return len({place.unit for place in places}), sum(place.nbytes for place in places)
+
+    def _decide(self, step: Step) -> None:
+        """Decide where state will lie that a step may make, and reserve room for it on the drive."""
+        places, in_ram = self._decided.setdefault(step.optimizer, _OfOptimizer({}, set()))
+        new: defaultdict[str, dict[Weight, int]] = defaultdict(dict)
+        on_drive: set[str] = set()
+        for gradient, number in step.optimizer_weights.gradients.items():
+            weight, unit = gradient.weight, gradient.weight.unit.name
+            if weight.master in places:
+                on_drive.add(unit)
+            elif weight.master.requires_grad and unit not in in_ram:
+                new[unit][weight] = _nbytes(_made(step.one_passes[number], weight))
+        if not new:
+            return
+        sizes = {unit: sum(of_unit.values()) for unit, of_unit in new.items() if unit not in on_drive}
+        free = available_host_memory()
+        on_drive |= spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free)
+        coming = [of_unit.items() for unit, of_unit in new.items() if unit in on_drive]
+        places.update(self._reserved(dict(chain.from_iterable(coming))))
+        in_ram |= sizes.keys() - on_drive
+
+    def _reserved(self, sizes: Mapping[Weight, int]) -> dict[nn.Parameter, _Place]:
+        """Return places for the state of weights, in a new file."""
+        *offsets, end = accumulate(sizes.values(), initial=0)
+        if not end:
+            return {}
+        file = StateFile(self.folder, end)
+        return {
+            weight.master: _Place(weight.unit.name, file, offset, nbytes)
+            for (weight, nbytes), offset in zip(sizes.items(), offsets, strict=True)
+        }
+
+    def bring(self, step: Step, states: Mapping[Gradient, dict[str, Any]]) -> dict[int, StateFile]:
+        """Have the state of a unit's weights in its places; return the file of each by the state's identity.
+
+        The state is made if there is none. Nothing is returned if its place is RAM.
+        """
+        if not step.has_places:
+            self._decide(step)
+            step.has_places = True
+        places, _ = self._decided[step.optimizer]
+        files: dict[int, StateFile] = {}
+        for gradient, state in states.items():
+            weight = gradient.weight
+            if weight.master not in places:
+                return {}
+            found = state or _made(step.one_passes[step.optimizer_weights.gradients[gradient]], weight)
+            if _nbytes(found) > places[weight.master].nbytes:  # a checkpoint may have other moments
+                places.update(self._reserved({weight: _nbytes(found)}))
+            place = places[weight.master]
+            self._put(found, place, state)
+            files[id(state)] = place.file
+        return files
+
+    def _put(self, found: Mapping[str, Any], place: _Place, state: dict[str, Any]) -> None:
+        """Put the values that were found into a place, and its tensors into the optimizer's state."""
+        offset = place.offset
+        moved: dict[str, Any] = {}
+        for name, value in found.items():
+            if name == "step":
+                moved[name] = value
+                continue
+            if value.is_meta or (value.nbytes and place.file.offset_of(value) != offset):
+                moved[name] = view = place.file.view(offset, value)
+                if not (value.is_meta and place.is_zero):
+                    self._settle()
+                    view.zero_() if value.is_meta else view.copy_(value)
+                    place.file.write_back(offset, value.nbytes)
+            offset += padded(value.nbytes)
+        place.is_zero = False
+        copied = [state[name] for name in moved.keys() & state.keys() if name != "step"]
+        state.update(moved)
+        release(copied)
+
+
+def _made(one_pass: OnePass, weight: Weight) -> dict[str, Any]:
+    """Return the state that a first step makes, of which only the count of steps has memory."""
+    return one_pass.make_state(torch.empty_like(weight.engine_memory, device="meta"))
+
+
+def _nbytes(state: Mapping[str, Any]) -> int:
+    return sum(padded(value.nbytes) for name, value in state.items() if name != "step")
+
+
+def spread(sizes: Mapping[str, int], room: float) -> set[str]:
+    """Return the names of units whose state does not stay in this room: as few as possible, evenly spread."""
+    names, excess = list(sizes), sum(sizes.values()) - room
+    chosen: set[str] = set()
+    count = 0
+    while sum(sizes[name] for name in chosen) < min(excess, sum(sizes.values())):
+        count += 1
+        chosen = {names[number * len(names) // count] for number in range(count)}
+    for name in sorted(chosen, key=lambda name: -sizes[name]):
+        if sum(sizes[other] for other in chosen) - sizes[name] >= excess:
+            chosen.remove(name)
+    return chosen

@@ -27,17 +27,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-from typing_extensions import override
 
 from sp_lightning.optim.on_device import part_of
 from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import Memory, Pass
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, Worker
-from sp_lightning.pipeline.optimizer.state_file import PAGE, StateFile, padded
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
+from sp_lightning.pipeline.optimizer.state_file import PAGE, StateFile, StatePlaces, check_folder, padded
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
@@ -134,12 +133,35 @@ def pieces_of(states: Sequence[State]) -> Iterator[Piece]:
         yield piece
 
 
-class UnitOnDrive(Job):
-    """The job that steps a unit whose state is on the drive."""
+def _run_here(job: Job) -> Job:
+    job.run()
+    return job
 
-    def __init__(self, unit: Unit, states: Sequence[State], *job: Any) -> None:
-        super().__init__(*job)
+
+class UnitOnDrive(Job):
+    """The job that steps a unit whose state is on the drive.
+
+    Args:
+        ring: Steps it.
+        unit: The unit.
+        states: Its weights, in the order of its passes.
+        action: Does all of the step; its last argument is a function that makes the passes.
+        after: Tickets that have to be done before it starts.
+        cleanup: Is called afterwards in any case.
+    """
+
+    def __init__(
+        self,
+        ring: StateRing,
+        unit: Unit,
+        states: Sequence[State],
+        action: Callable[..., None],
+        after: Sequence[Ticket],
+        cleanup: Callable[[], None],
+    ) -> None:
+        super().__init__(partial(action, partial(ring.step, self)), after, cleanup=cleanup)
         self.unit = unit
+        self.submit = ring.worker.submit
         self.pieces = pieces_of(states)
         self.is_next = False  # whether its first pieces are read
 
@@ -172,6 +194,8 @@ class StateRing:
     """
 
     def __init__(self, folder: str, backend: Backend, stats: Stats) -> None:
+        check_folder(folder)
+        self.places = StatePlaces(folder, self.settle)
         self._folder = folder
         self._backend = backend
         self._stats = stats
@@ -197,7 +221,10 @@ class StateRing:
             while self._coming and self._coming[0].job is job:
                 _, piece, buffer = self._coming.popleft()
                 buffer.ticket.join()
-                run(list(piece.steps(passes, buffer.memory)))
+                steps = list(piece.steps(passes, buffer.memory))
+                moved = sum(2 * step.memory.weight.nbytes + step.memory.gradient.nbytes for step in steps)
+                update = Job(partial(run, steps), nbytes=moved)
+                self._backend.trace.work(Kind.STEP, job.unit.name, update, _run_here).join()
                 self._request(Kind.WRITE, os.pwritev, piece, buffer, job.unit)
                 self._read_ahead()
         except BaseException as error:
@@ -208,7 +235,7 @@ class StateRing:
         done = self._backend.computed()
         for _ in range(BUFFERS):
             memory = HostBuffer(BUFFER, self._backend, pin=False).bytes
-            self._buffers.append(_Buffer(memory, memoryview(memory.numpy()), done))
+            self._buffers.append(_Buffer(memory, memory.numpy().data, done))
         self._turns = cycle(self._buffers)
 
     def _read_pieces_of(self, job: UnitOnDrive) -> None:
@@ -231,16 +258,14 @@ class StateRing:
             if later:
                 self._read_pieces_of(min(later, key=lambda job: job.rank))
 
-    def _request(
-        self, kind: Kind, call: Callable[..., int], piece: Piece, buffer: _Buffer, unit: Unit
-    ) -> None:
+    def _request(self, kind: Kind, call: Callable[..., int], piece: Piece, buffer: _Buffer, unit: Unit) -> None:
         """Have a piece read or written, after the last request for its buffer, and all for the unit."""
         after = [other.ticket for other in self._buffers if other is buffer or other.unit is unit]
         after = [buffer.ticket] if kind is Kind.WRITE else after
         job = Job(partial(self._move, call, piece, buffer, unit.name), after, piece.nbytes)
         worker = self._reader if kind is Kind.READ else self._writer
         buffer.unit = unit
-        buffer.ticket = self._backend.trace.work(kind, unit.name, job, worker)
+        buffer.ticket = self._backend.trace.work(kind, unit.name, job, worker.submit)
 
     def _move(self, call: Callable[..., int], piece: Piece, buffer: _Buffer, name: str) -> None:
         """Read or write a piece."""
