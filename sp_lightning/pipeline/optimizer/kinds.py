@@ -195,7 +195,6 @@ class Step:
         self.fused = fused
         self.inputs_by_unit: defaultdict[Unit, dict[Gradient, StepInput]] = defaultdict(dict)
         self.awaited: set[Unit] = set()
-        self.has_places = False  # whether it is decided where state lies that it may make
 
     def collect_gradients(self, gradients: Iterable[Gradient]) -> None:
         """Collect the inputs of the step for these gradients.

@@ -196,7 +196,6 @@ class Optimizers:
         self._known_optimizers[optimizer] = [
             optimizer.register_state_dict_pre_hook(self._finish_steps),
             optimizer.register_load_state_dict_pre_hook(self._finish_steps),
-            optimizer.register_load_state_dict_post_hook(self._adopt_state),
         ]
         # Parameters may have moved since the optimizer was made.
         move_state(optimizer, parameters)
@@ -207,17 +206,6 @@ class Optimizers:
             self._steps.settle()
             if self._steps.drive is not None:
                 self._steps.drive.settle()
-
-    def _adopt_state(self, optimizer: Optimizer) -> None:
-        """Put state that was loaded where it belongs, weight by weight, so that RAM need not hold all of it."""
-        drive = self._steps.drive
-        if drive is not None:
-            with self._at_work:
-                step = Step(optimizer, self._weights_of(optimizer), self._steps.fused)
-                for gradient in step.optimizer_weights.gradients:
-                    state = optimizer.state.get(gradient.weight.master)
-                    if state:
-                        drive.places.bring(step, {gradient: state})
 
     def _step(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights) -> None:
         """Step the optimizer's weights unit by unit."""

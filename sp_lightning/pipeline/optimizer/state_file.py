@@ -15,12 +15,12 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,14 @@ class StateFile:
         """Return the tensor at this place, of the shape and dtype of another one; it keeps the map."""
         return tensor_in(self._bytes, offset, like, like.dtype)
 
+    def move(self, is_read: bool, memory: memoryview, offset: int) -> None:
+        """Read whole pages from a place in the file into memory, or write them there."""
+        while memory:
+            moved = (os.preadv if is_read else os.pwritev)(self.fd, [memory], offset)
+            if not moved:
+                raise OSError(errno.EIO, "the file has ended")
+            memory, offset = memory[moved:], offset + moved
+
     def write_back(self, offset: int, nbytes: int) -> None:
         """Write a place that was changed in the map to the drive, and take it out of RAM."""
         self._pages.flush(offset, padded(nbytes))
@@ -161,14 +169,7 @@ class _Place:
     file: StateFile
     offset: int
     nbytes: int
-    is_zero: bool = True  # whether nothing was written there yet
-
-
-class _OfOptimizer(NamedTuple):
-    """The decisions for an optimizer."""
-
-    places: dict[nn.Parameter, _Place]  # of weights whose state is on the drive
-    in_ram: set[str]  # the names of the other units
+    is_used: bool = False  # whether it is not all zeros any more
 
 
 class StatePlaces:
@@ -180,7 +181,10 @@ class StatePlaces:
     def __init__(self, folder: str, settle: Callable[[], None]) -> None:
         self.folder = folder
         self._settle = settle  # waits until steps have written all state
-        self._decided: weakref.WeakKeyDictionary[Optimizer, _OfOptimizer] = weakref.WeakKeyDictionary()
+        # None for weights whose state is in RAM
+        self._places: weakref.WeakKeyDictionary[Optimizer, dict[nn.Parameter, _Place | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def check(self, optimizer: Optimizer, fused: bool) -> None:
         """Raise unless an optimizer makes one pass over memory, so that its state can pass through RAM."""
@@ -197,79 +201,75 @@ class StatePlaces:
 
     def on_drive(self) -> tuple[int, int]:
         """Return how many units have state on the drive, and how many bytes."""
-        places = list(chain.from_iterable(decided.places.values() for decided in self._decided.values()))
+        places = [place for places in self._places.values() for place in places.values() if place is not None]
         return len({place.unit for place in places}), sum(place.nbytes for place in places)
 
-    def _decide(self, step: Step) -> None:
+    def _decide(self, step: Step, places: dict[nn.Parameter, _Place | None]) -> None:
         """Decide where state will lie that a step may make, and reserve room for it on the drive."""
-        places, in_ram = self._decided.setdefault(step.optimizer, _OfOptimizer({}, set()))
-        new: defaultdict[str, dict[Weight, int]] = defaultdict(dict)
-        on_drive: set[str] = set()
-        for gradient, number in step.optimizer_weights.gradients.items():
-            weight, unit = gradient.weight, gradient.weight.unit.name
-            if weight.master in places:
-                on_drive.add(unit)
-            elif weight.master.requires_grad and unit not in in_ram:
-                new[unit][weight] = _nbytes(_made(step.one_passes[number], weight))
-        if not new:
-            return
-        sizes = {unit: sum(of_unit.values()) for unit, of_unit in new.items() if unit not in on_drive}
+        new = {
+            gradient.weight: _nbytes(_made(step.one_passes[number], gradient.weight))
+            for gradient, number in step.optimizer_weights.gradients.items()
+            if gradient.weight.master not in places and gradient.weight.master.requires_grad
+        }
+        sizes: Counter[str] = Counter()
+        for weight, nbytes in new.items():
+            sizes[weight.unit.name] += nbytes
         free = available_host_memory()
-        on_drive |= spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free)
-        coming = [of_unit.items() for unit, of_unit in new.items() if unit in on_drive]
-        places.update(self._reserved(dict(chain.from_iterable(coming))))
-        in_ram |= sizes.keys() - on_drive
+        chosen = spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free)
+        reserved = self._reserved({weight: new[weight] for weight in new if weight.unit.name in chosen})
+        places.update({weight.master: reserved.get(weight) for weight in new})
 
-    def _reserved(self, sizes: Mapping[Weight, int]) -> dict[nn.Parameter, _Place]:
+    def _reserved(self, sizes: Mapping[Weight, int]) -> dict[Weight, _Place]:
         """Return places for the state of weights, in a new file."""
         *offsets, end = accumulate(sizes.values(), initial=0)
         if not end:
             return {}
         file = StateFile(self.folder, end)
         return {
-            weight.master: _Place(weight.unit.name, file, offset, nbytes)
+            weight: _Place(weight.unit.name, file, offset, nbytes)
             for (weight, nbytes), offset in zip(sizes.items(), offsets, strict=True)
         }
 
     def bring(self, step: Step, states: Mapping[Gradient, dict[str, Any]]) -> dict[int, StateFile]:
         """Have the state of a unit's weights in its places; return the file of each by the state's identity.
 
-        The state is made if there is none. Nothing is returned if its place is RAM.
+        The state is made if there is none. Nothing is returned unless all of it is on the drive.
         """
-        if not step.has_places:
-            self._decide(step)
-            step.has_places = True
-        places, _ = self._decided[step.optimizer]
+        places = self._places.setdefault(step.optimizer, {})
+        if any(gradient.weight.master not in places for gradient in states):
+            self._decide(step, places)
         files: dict[int, StateFile] = {}
         for gradient, state in states.items():
             weight = gradient.weight
-            if weight.master not in places:
+            place = places.get(weight.master)
+            if place is None:
                 return {}
             found = state or _made(step.one_passes[step.optimizer_weights.gradients[gradient]], weight)
-            if _nbytes(found) > places[weight.master].nbytes:  # a checkpoint may have other moments
-                places.update(self._reserved({weight: _nbytes(found)}))
-            place = places[weight.master]
+            # the state may have been dropped, or a checkpoint have other moments
+            if (place.is_used and not state) or _nbytes(found) > place.nbytes:
+                place = self._reserved({weight: _nbytes(found)})[weight]
+                places[weight.master] = place
             self._put(found, place, state)
             files[id(state)] = place.file
         return files
 
     def _put(self, found: Mapping[str, Any], place: _Place, state: dict[str, Any]) -> None:
         """Put the values that were found into a place, and its tensors into the optimizer's state."""
+        moved = dict(found)
+        copied: list[Tensor] = []
         offset = place.offset
-        moved: dict[str, Any] = {}
         for name, value in found.items():
             if name == "step":
-                moved[name] = value
                 continue
             if value.is_meta or (value.nbytes and place.file.offset_of(value) != offset):
                 moved[name] = view = place.file.view(offset, value)
-                if not (value.is_meta and place.is_zero):
+                if not value.is_meta:
                     self._settle()
-                    view.zero_() if value.is_meta else view.copy_(value)
+                    view.copy_(value)
                     place.file.write_back(offset, value.nbytes)
+                    copied.append(value)
             offset += padded(value.nbytes)
-        place.is_zero = False
-        copied = [state[name] for name in moved.keys() & state.keys() if name != "step"]
+        place.is_used = True
         state.update(moved)
         release(copied)
 
@@ -284,14 +284,13 @@ def _nbytes(state: Mapping[str, Any]) -> int:
 
 
 def spread(sizes: Mapping[str, int], room: float) -> set[str]:
-    """Return the names of units whose state does not stay in this room: as few as possible, evenly spread."""
-    names, excess = list(sizes), sum(sizes.values()) - room
+    """Return the names of units whose state is to be elsewhere, so that the rest has room; evenly spread over all."""
+    total = sum(sizes.values())
     chosen: set[str] = set()
-    count = 0
-    while sum(sizes[name] for name in chosen) < min(excess, sum(sizes.values())):
-        count += 1
-        chosen = {names[number * len(names) // count] for number in range(count)}
-    for name in sorted(chosen, key=lambda name: -sizes[name]):
-        if sum(sizes[other] for other in chosen) - sizes[name] >= excess:
-            chosen.remove(name)
+    due = 0.0
+    for name, size in sizes.items():
+        due += size * (1 - room / (total or 1))
+        if due > 0:
+            chosen.add(name)
+            due -= size
     return chosen

@@ -20,16 +20,12 @@ later steps raise it, and so does whatever would save the state.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, cycle
-from typing import NamedTuple
-
-from torch import Tensor
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from sp_lightning.optim.on_device import part_of
 from sp_lightning.optim.passes import run
@@ -48,147 +44,79 @@ CUT = 1 << 17
 """Weights are cut at multiples of this number of elements: each field of a part has whole pages, scales too."""
 _BEFORE_ALL_OTHERS = -(1 << 40)  # a rank
 
-State = tuple[StateFile, Memory]
-"""A weight with its state, and the file that has the state."""
 
-
-class _Part(NamedTuple):
-    """A range of a weight, and where its state lies in a buffer, by the names of `Memory`."""
+class Part(NamedTuple):
+    """A range of the elements of a weight, with all its state, in the map of a file."""
 
     number: int  # the number of the weight in its step
     begin: int
     end: int
-    fields: dict[str, tuple[int, Tensor]]
-
-
-class _Request(NamedTuple):
-    """Bytes to read or write at once."""
-
     file: StateFile
-    offset: int
-    begin: int  # where they lie in the buffer
-    nbytes: int
+    state: dict[str, Any]  # tensors, by the names of `Memory`
+    nbytes: int  # the bytes that it takes in a buffer
 
 
-class Piece:
-    """State that fits in a buffer, of neighboring weights."""
-
-    def __init__(self) -> None:
-        self.parts: list[_Part] = []
-        self.requests: list[_Request] = []
-        self.nbytes = 0
-
-    def add(self, number: int, state: State, begin: int, end: int) -> bool:
-        """Add a range of a weight, if there is room for its state."""
-        file, memory = state
-        fields = part_of(memory._replace(weight=None, gradient=None, copy=None), begin, end)
-        named = {name: tensor for name, tensor in fields._asdict().items() if tensor is not None}
-        if self.nbytes + sum(padded(tensor.nbytes) for tensor in named.values()) > BUFFER:
-            return False
-        places: dict[str, tuple[int, Tensor]] = {}
-        for name, tensor in named.items():
-            places[name] = self.nbytes, tensor
-            self._request(file, file.offset_of(tensor), padded(tensor.nbytes))
-        self.parts.append(_Part(number, begin, end, places))
-        return True
-
-    def _request(self, file: StateFile, offset: int, nbytes: int) -> None:
-        """Request bytes; those that follow the last ones in the file come with them."""
-        begin = self.nbytes
-        self.nbytes += nbytes
-        if self.requests:
-            last = self.requests[-1]
-            if last.file is file and last.offset + last.nbytes == offset:
-                self.requests[-1] = last._replace(nbytes=last.nbytes + nbytes)
-                return
-        self.requests.append(_Request(file, offset, begin, nbytes))
-
-    def steps(self, passes: Sequence[Pass], buffer: Tensor) -> Iterator[Pass]:
-        """Yield the passes over its parts, whose state is in a buffer, by the passes over whole weights."""
-        for number, begin, end, fields in self.parts:
-            whole = passes[number]
-            state = {
-                name: buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
-                for name, (offset, tensor) in fields.items()
-            }
-            yield whole._replace(memory=part_of(whole.memory, begin, end)._replace(**state), begin=begin)
-
-
-def pieces_of(states: Sequence[State]) -> Iterator[Piece]:
-    """Divide the state of weights into pieces."""
-    piece = Piece()
-    for number, state in enumerate(states):
-        memory = state[1]
+def pieces_of(states: Sequence[tuple[StateFile, Memory]]) -> Iterator[list[Part]]:
+    """Divide weights into pieces whose state fits in a buffer; each is in a file."""
+    piece: list[Part] = []
+    for number, (file, memory) in enumerate(states):
         size = memory.weight.numel()
-        nbytes = sum(tensor.nbytes for tensor in memory._replace(weight=None) if tensor is not None)
-        most = BUFFER - len(memory) * PAGE  # each field is padded
+        state = memory._replace(weight=None)
+        nbytes = sum(tensor.nbytes for tensor in state if tensor is not None)
+        most = BUFFER - len(state) * PAGE  # each field is padded
         length = size if nbytes <= most else most * size // nbytes // CUT * CUT
         for begin in range(0, size, length or 1):
             end = min(begin + length, size)
-            if not piece.add(number, state, begin, end):
+            fields = part_of(state, begin, end)._asdict().items()
+            tensors = {name: tensor for name, tensor in fields if tensor is not None}
+            nbytes = sum(padded(tensor.nbytes) for tensor in tensors.values())
+            if sum(part.nbytes for part in piece) + nbytes > BUFFER:
                 yield piece
-                piece = Piece()
-                piece.add(number, state, begin, end)
-    if piece.parts:
+                piece = []
+            piece.append(Part(number, begin, end, file, tensors, nbytes))
+    if piece:
         yield piece
 
 
-def _run_here(job: Job) -> Job:
-    job.run()
-    return job
-
-
 class UnitOnDrive(Job):
-    """The job that steps a unit whose state is on the drive.
+    """The job that steps a unit whose state is on the drive."""
 
-    Args:
-        ring: Steps it.
-        unit: The unit.
-        states: Its weights, in the order of its passes.
-        action: Does all of the step; its last argument is a function that makes the passes.
-        after: Tickets that have to be done before it starts.
-        cleanup: Is called afterwards in any case.
-    """
-
-    def __init__(
-        self,
-        ring: StateRing,
-        unit: Unit,
-        states: Sequence[State],
-        action: Callable[..., None],
-        after: Sequence[Ticket],
-        cleanup: Callable[[], None],
-    ) -> None:
-        super().__init__(partial(action, partial(ring.step, self)), after, cleanup=cleanup)
-        self.unit = unit
-        self.submit = ring.worker.submit
-        self.pieces = pieces_of(states)
-        self.is_next = False  # whether its first pieces are read
+    unit: Unit
+    pieces: Iterator[list[Part]]
+    is_next = False  # whether its first pieces are read
 
 
-@dataclass(eq=False)
 class _Buffer:
-    """A buffer, and the last request for it."""
+    """A buffer, which pieces pass through."""
 
-    memory: Tensor
-    view: memoryview
-    ticket: Ticket
-    unit: Unit | None = None
+    job: UnitOnDrive | None = None  # the job that steps the piece in it
+    piece: Sequence[Part] = ()
 
+    def __init__(self, backend: Backend) -> None:
+        self.memory = HostBuffer(BUFFER, backend, pin=False).bytes
+        self.pages = self.memory.numpy().data
+        self.ticket: Ticket = backend.computed()  # the last request
 
-class _Coming(NamedTuple):
-    """A piece that is read, or is to be."""
-
-    job: UnitOnDrive
-    piece: Piece
-    buffer: _Buffer
+    def step(self, passes: Sequence[Pass]) -> None:
+        """Update the piece by the passes over whole weights."""
+        steps: list[Pass] = []
+        offset = 0
+        for part in self.piece:
+            state: dict[str, Any] = {}
+            for name, tensor in part.state.items():
+                state[name] = self.memory[offset : offset + tensor.nbytes].view(tensor.dtype)
+                offset += padded(tensor.nbytes)
+            whole = passes[part.number]
+            memory = part_of(whole.memory, part.begin, part.end)._replace(**state)
+            steps.append(whole._replace(memory=memory, begin=part.begin))
+        run(steps)
 
 
 class StateRing:
     """Steps units whose state is on a drive.
 
     Args:
-        folder: The folder of the files, for errors.
+        folder: The folder of the files.
         backend: The backend, which drains and closes the threads.
         stats: Counts the bytes.
     """
@@ -200,45 +128,35 @@ class StateRing:
         self._backend = backend
         self._stats = stats
         self.worker, self._reader, self._writer = map(backend.add_worker, ("drive", "read", "write"))
-        self._buffers: list[_Buffer] = []
-        self._turns: Iterator[_Buffer] = iter(())
-        self._ranks = count(_BEFORE_ALL_OTHERS)
-        self._coming: deque[_Coming] = deque()
+        self._buffers = [_Buffer(backend) for _ in range(BUFFERS)]
+        self._turns = cycle(self._buffers)
+        self._coming: deque[_Buffer] = deque()  # buffers with pieces that are to be stepped, in this order
         self._reading: UnitOnDrive | None = None  # the job whose pieces are asked for
-        self.error: BaseException | None = None  # the first one
+        self._ranks = count(_BEFORE_ALL_OTHERS)
+        self._error: BaseException | None = None  # the first one
 
     def step(self, job: UnitOnDrive, passes: Sequence[Pass]) -> None:
         """Update a unit by the passes over its whole weights; runs in the thread of `worker`."""
         self.check()
         try:
-            if not self._buffers:
-                self._make_buffers()
             while self._coming and self._coming[0].job is not job:  # it has failed before its update
                 self._coming.popleft()
             if not job.is_next:
-                self._read_pieces_of(job)
+                self._begin(job)
             self._read_ahead()
             while self._coming and self._coming[0].job is job:
-                _, piece, buffer = self._coming.popleft()
+                buffer = self._coming.popleft()
                 buffer.ticket.join()
-                steps = list(piece.steps(passes, buffer.memory))
-                moved = sum(2 * step.memory.weight.nbytes + step.memory.gradient.nbytes for step in steps)
-                update = Job(partial(run, steps), nbytes=moved)
+                update = Job(partial(buffer.step, passes))
                 self._backend.trace.work(Kind.STEP, job.unit.name, update, _run_here).join()
-                self._request(Kind.WRITE, os.pwritev, piece, buffer, job.unit)
+                self._request(Kind.WRITE, buffer, job.unit)
                 self._read_ahead()
         except BaseException as error:
-            self.error = self.error or error
+            self._error = self._error or error
             raise
 
-    def _make_buffers(self) -> None:
-        done = self._backend.computed()
-        for _ in range(BUFFERS):
-            memory = HostBuffer(BUFFER, self._backend, pin=False).bytes
-            self._buffers.append(_Buffer(memory, memory.numpy().data, done))
-        self._turns = cycle(self._buffers)
-
-    def _read_pieces_of(self, job: UnitOnDrive) -> None:
+    def _begin(self, job: UnitOnDrive) -> None:
+        """Read the pieces of a job next, and have it run next."""
         job.is_next = True
         job.rank = next(self._ranks)
         self._reading = job
@@ -247,49 +165,49 @@ class StateRing:
         """Ask for the next pieces, see [Note: order on the drive]."""
         while len(self._coming) < BUFFERS and self._reading is not None:
             piece = next(self._reading.pieces, None)
-            if piece is not None:
-                buffer = next(self._turns)
-                self._request(Kind.READ, os.preadv, piece, buffer, self._reading.unit)
-                self._coming.append(_Coming(self._reading, piece, buffer))
+            if piece is None:
+                ready = self.worker.ready_jobs()
+                later = [job for job in ready if isinstance(job, UnitOnDrive) and not job.is_next]
+                self._reading = min(later, key=attrgetter("rank"), default=None)
+                if self._reading is not None:
+                    self._begin(self._reading)
                 continue
-            ready = self.worker.ready_jobs()
-            later = [job for job in ready if isinstance(job, UnitOnDrive) and not job.is_next]
-            self._reading = None
-            if later:
-                self._read_pieces_of(min(later, key=lambda job: job.rank))
+            buffer = next(self._turns)
+            buffer.job, buffer.piece = self._reading, piece
+            self._request(Kind.READ, buffer, self._reading.unit)
+            self._coming.append(buffer)
 
-    def _request(self, kind: Kind, call: Callable[..., int], piece: Piece, buffer: _Buffer, unit: Unit) -> None:
-        """Have a piece read or written, after the last request for its buffer, and all for the unit."""
-        after = [other.ticket for other in self._buffers if other is buffer or other.unit is unit]
-        after = [buffer.ticket] if kind is Kind.WRITE else after
-        job = Job(partial(self._move, call, piece, buffer, unit.name), after, piece.nbytes)
-        worker = self._reader if kind is Kind.READ else self._writer
-        buffer.unit = unit
+    def _request(self, kind: Kind, buffer: _Buffer, unit: Unit) -> None:
+        """Have the piece in a buffer read or written."""
+        worker, after = self._writer, list[Ticket]()
+        if kind is Kind.READ:
+            worker = self._reader
+            after = [other.ticket for other in self._buffers if other.job is not None and other.job.unit is unit]
+        nbytes = sum(part.nbytes for part in buffer.piece)
+        job = Job(partial(self._move, kind, buffer, buffer.piece, unit.name), [buffer.ticket, *after], nbytes)
         buffer.ticket = self._backend.trace.work(kind, unit.name, job, worker.submit)
 
-    def _move(self, call: Callable[..., int], piece: Piece, buffer: _Buffer, name: str) -> None:
+    def _move(self, kind: Kind, buffer: _Buffer, piece: Sequence[Part], name: str) -> None:
         """Read or write a piece."""
-        is_read = call is os.preadv
-        if is_read:
+        if kind is Kind.READ:
             self._backend.invalidate(buffer.memory)
+        pages = buffer.pages
         try:
-            for file, offset, begin, nbytes in piece.requests:
-                end = begin + nbytes
-                while begin < end:
-                    moved = call(file.fd, [buffer.view[begin:end]], offset)
-                    if not moved:
-                        raise OSError(errno.EIO, "the file has ended")
-                    begin, offset = begin + moved, offset + moved
+            for part in piece:
+                for tensor in part.state.values():
+                    nbytes = padded(tensor.nbytes)
+                    part.file.move(kind is Kind.READ, pages[:nbytes], part.file.offset_of(tensor))
+                    pages = pages[nbytes:]
+                if kind is Kind.READ:
+                    self._stats.bytes_read += part.nbytes
+                else:
+                    self._stats.bytes_written += part.nbytes
         except OSError as error:
-            self.error = self.error or RuntimeError(
-                f"`nvme_path={self._folder!r}`: the drive could not {'read' if is_read else 'write'} optimizer state "
-                f"of {name!r}: {error.strerror}."
+            self._error = self._error or RuntimeError(
+                f"`nvme_path={self._folder!r}`: the drive could not {kind.label} optimizer state of {name!r}: "
+                f"{error.strerror}."
             )
-            raise self.error from error
-        if is_read:
-            self._stats.bytes_read += piece.nbytes
-        else:
-            self._stats.bytes_written += piece.nbytes
+            raise self._error from error
 
     def settle(self) -> None:
         """Wait until all state is in the files, for those who use their maps; raise if it is not complete."""
@@ -297,9 +215,14 @@ class StateRing:
         self.check()
 
     def check(self) -> None:
-        """Raise if something has ever failed."""
-        if self.error is not None:
+        """Raise if anything has failed: see [Note: a failure is lasting]."""
+        if self._error is not None:
             raise RuntimeError(
-                f"An update with optimizer state in `nvme_path={self._folder!r}` has failed: {self.error} Weights and "
-                "state do not belong together any more, and are not saved. Continue from the last checkpoint."
-            ) from self.error
+                f"An update with optimizer state in `nvme_path={self._folder!r}` has failed: {self._error} Weights "
+                "and state do not belong together any more, and are not saved. Continue from the last checkpoint."
+            ) from self._error
+
+
+def _run_here(job: Job) -> Job:
+    job.run()
+    return job

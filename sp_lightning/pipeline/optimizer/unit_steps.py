@@ -33,7 +33,7 @@ from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
 from sp_lightning.pipeline.optimizer.state_file import StateFile
-from sp_lightning.pipeline.optimizer.state_ring import StateRing, UnitOnDrive
+from sp_lightning.pipeline.optimizer.state_ring import StateRing, UnitOnDrive, pieces_of
 from sp_lightning.pipeline.optimizer.visit import Visits, pack_state
 from sp_lightning.pipeline.processes.box import CounterTicket, SharedMemory
 from sp_lightning.pipeline.units.unit import Unit
@@ -146,7 +146,9 @@ class UnitSteps:
                 (files[id(state)], taken(Work(weight, None, state))[0])
                 for weight, _, state, *_ in chain.from_iterable(updates.values())
             ]
-            job = UnitOnDrive(self.drive, unit, states, action, arrivals, release)
+            job = on_drive = UnitOnDrive(after=arrivals, cleanup=release)
+            on_drive.unit, on_drive.pieces = unit, pieces_of(states)
+            on_drive.action = partial(action, partial(self.drive.step, on_drive))
         ticket = self._hand_over(unit, weights, job)
         for buffer in buffers:
             buffer.set_reader(ticket)
@@ -157,8 +159,8 @@ class UnitSteps:
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
-        if isinstance(job, UnitOnDrive):
-            ticket = window.backend.work(job, job.submit)
+        if self.drive is not None and isinstance(job, UnitOnDrive):
+            ticket = window.backend.work(job, self.drive.worker.submit)
         else:
             ticket = window.backend.trace.work(Kind.STEP, unit.name, job)
         unit.update.ticket = ticket
