@@ -31,6 +31,7 @@ import recipe
 from chats import IGNORED, Message, Text, batch, encode, pack, prompt, read_chats, split
 from data_files import Skipped
 from finetune_lm import MODEL_OPTIONS, CausalLM, add_model, add_optimizer, check_optimizer, check_sizes, make_tokenizer
+from float8 import add_fp8, check_fp8, prepare_fp8
 from long_runs import Loader, for_validation
 from lora_lm import add_adapters, add_rank, check_adapters, merge_adapters, save_adapters
 from offline import chats_about_http
@@ -265,6 +266,7 @@ def add_chat_model(parser: argparse.ArgumentParser, trained: str) -> argparse._A
     data = add_model(parser)
     parser.set_defaults(layers=4, hidden=64)
     add_optimizer(parser)
+    add_fp8(parser)
     add_rank(parser).add_argument(
         "--train", choices=["full", "lora", "qlora"], default=trained, help="(default: %(default)s)"
     )
@@ -280,6 +282,7 @@ def parse_chat_options(
     check_sizes(parser, options)
     check_optimizer(parser, options)
     check_adapters(parser, options)
+    check_fp8(parser, options)
     return options
 
 
@@ -291,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)
         model = ChatLM(**{name: getattr(options, name) for name in CHAT_OPTIONS})
+    prepare_fp8(options, model)
     train(
         options,
         model,

@@ -31,6 +31,7 @@ import torch
 from captioned_images import CaptionedImages
 from diffusion_models import family_of
 from finetune_lm import OPTIMIZERS, add_optimizer, check_optimizer
+from float8 import add_fp8, check_fp8, prepare_fp8
 from lora_lm import adapter_weights, add_adapters, add_rank, check_adapters, merge_adapters, quantize
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -266,6 +267,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write the transformer")
     add_optimizer(parser)
+    add_fp8(parser)
     add_rank(parser).add_argument(
         "--train", choices=["full", "lora", "qlora"], default="full", help="(default: %(default)s)"
     )
@@ -275,6 +277,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.rows = options.rows or (1 if is_large else 4)
     check_optimizer(parser, options)
     check_adapters(parser, options)
+    check_fp8(parser, options)
     if options.save and options.model is None:
         parser.error("--save writes a transformer of diffusers: add --model")
     if options.save and options.train == "qlora":
@@ -289,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with recipe.one_line():
         data = CaptionedImages(**{name: getattr(options, name) for name in DATA_OPTIONS})
         model = DiffusionModel(**{name: getattr(options, name) for name in MODEL_OPTIONS})
+    prepare_fp8(options, model.transformer)
 
     def save_results(trainer: L.Trainer) -> None:
         if options.save_adapters is not None and trainer.is_global_zero:

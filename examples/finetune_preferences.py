@@ -30,6 +30,7 @@ from chats import Text, batch, split
 from data_files import Skipped
 from finetune_chat import add_chat_model, check_train, make_chat_tokenizer, parse_chat_options, save_results
 from finetune_lm import MODEL_OPTIONS, CausalLM, make_tokenizer
+from float8 import prepare_fp8
 from long_runs import Loader, for_validation
 from lora_lm import add_adapters, without_adapters
 from offline import preferences_about_http
@@ -221,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_train(options.train, options.model)
         data = PreferenceData(options.pairs, options.model, options.batch_size, options.length)
         model = PreferenceLM(**{name: getattr(options, name) for name in PREFERENCE_OPTIONS})
+    prepare_fp8(options, model)
     train(
         options,
         model,

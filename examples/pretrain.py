@@ -28,6 +28,7 @@ import lightning as L
 import recipe
 import torch
 from finetune_lm import TextData, make_tokenizer
+from float8 import add_fp8, check_fp8, prepare_fp8
 from lightning.pytorch.callbacks import ModelCheckpoint
 from long_runs import Loader
 from torch import Tensor
@@ -220,7 +221,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="write a checkpoint every quarter of an hour and at the end",
     )
     parser.add_argument("--resume", type=recipe.file, metavar="FILE", help="a checkpoint written by --save")
+    add_fp8(parser)
     options = recipe.parse(parser, arguments, data="text")
+    check_fp8(parser, options)
     try:
         options.budget = Budget(None if options.steps else options.hours)
     except ValueError as error:
@@ -251,6 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     model = NewLM(options.model, options.objective, lr=options.lr)
     data = Texts(options.text, options.model, options.objective, options.batch_size, options.length)
+    prepare_fp8(options, model)
     recipe.fit(trainer, model, data, ckpt_path=options.resume)
     if options.save is not None:
         trainer.save_checkpoint(options.save)

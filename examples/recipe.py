@@ -275,7 +275,14 @@ def length_of(options: argparse.Namespace) -> dict[str, Any]:
 def streaming(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a strategy that were given on the command line."""
     names = ["k", "k_prime", "memory_budget", "activations", "optimizer_on"]
-    return {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in names}
+    is_compiled = getattr(options, "fp8", False) and is_on_gpu(options)
+    return {**given, "compile": True} if is_compiled else given  # or casts to FP8 would pass over memory many times
+
+
+def is_on_gpu(options: argparse.Namespace) -> bool:
+    """Tell whether a recipe runs on a GPU of CUDA."""
+    return options.accelerator != "cpu" and torch.cuda.is_available()
 
 
 @contextlib.contextmanager

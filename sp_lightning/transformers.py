@@ -17,6 +17,9 @@ No public API says that a model places itself. So this file relies on these name
 - `Trainer._move_model_to_device` alone moves the Trainer's model.
 - `Accelerator.prepare` calls the `prepare_model` of its own object for each model of a Trainer: the one
   that is trained, in `train`, after the optimizer was made; those of a reference and of a reward, in `__init__`.
+- With `evaluation_mode=True` that leaves a model as it is among several processes, in place of torch's DDP around it.
+- The Trainer enters `Accelerator.no_sync`, of its object, for all micro-batches of a step but the last one.
+- `Trainer._load_optimizer_and_scheduler` loads the optimizer's state in all processes.
 - `Accelerator.clip_grad_norm_`, of its object, clips. That of accelerate 1.15 reads all gradients to find out whether
   one is distributed, and so does the Trainer of transformers 5.24, once, if `_mixed_mesh_grads` is None.
 - The Trainer itself sets `TrainingArguments._n_gpu` to 1 for models that are on several devices.
@@ -29,13 +32,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
+from datetime import timedelta
 from importlib import import_module
+from os import environ
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.utils.serialization import config
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 from sp_lightning.planning import AutoPlanner
+from sp_lightning.trainer.processes import Meetings
 from sp_lightning.trainer.steps import step_of_all
 
 
@@ -62,6 +71,7 @@ class SuperpipelineTrainerMixin:
     args: Any
     accelerator: Any
     model: Any
+    optimizer: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a class in which the Trainer's methods come first, as nothing would stream."""
@@ -93,6 +103,8 @@ class SuperpipelineTrainerMixin:
         self.pipelines: list[Pipeline] = []
         self._streamed_others: list[nn.Module] = []  # models that were prepared before training
         self._streamed_scope: ExitStack | None = None
+        # of each streamed model, for all of its runs
+        self._meetings: WeakKeyDictionary[nn.Module, Meetings] = WeakKeyDictionary()
         given = (model, *positional, *named.values())
         if any(isinstance(each, str) for each in given):
             for each in given:
@@ -107,14 +119,15 @@ class SuperpipelineTrainerMixin:
         self.args._n_gpu = min(self.args.n_gpu, 1)  # or models would be replicated
         prepare = self.accelerator.prepare_model
 
-        def prepare_model(model: Any, device_placement: Any = None, **options: Any) -> Any:
+        def prepare_model(model: Any, *_: Any, **__: Any) -> Any:
             if self._streamed_scope is None:
                 self._streamed_others.append(model)
             else:
-                self._stream(model)
-            return prepare(model, device_placement=False, **options)
+                self._stream(model, trains=True)
+            return prepare(model, device_placement=False, evaluation_mode=True)
 
         self.accelerator.prepare_model = prepare_model
+        self.accelerator.no_sync = lambda model: self._meetings[model].without_averages()
         self.accelerator.clip_grad_norm_ = nn.utils.clip_grad_norm_
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
@@ -124,23 +137,45 @@ class SuperpipelineTrainerMixin:
         """Train as the Trainer does, while models stream; afterwards they are plain ones on the CPU."""
         self._mixed_mesh_grads = False
         with self._while_streaming():
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            output = super().train(*args, **kwargs)  # type: ignore[misc]
+            self._share_weights()  # the last ones may be those of the best checkpoint
+            return output
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as the Trainer does, while models stream."""
         with self._while_streaming():
             self._stream(self.model)
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            self._share_weights()
+            with self._meetings[self.model].evaluating():
+                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the Trainer's step, in which a loss may use weights outside of their modules."""
-        with step_of_all(self.pipelines):
+        for pipeline in self.pipelines:
+            self._meetings[pipeline.module].begin_step(pipeline)
+        with step_of_all(self.pipelines), self.pipelines[-1].in_all_processes():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the Trainer's step of an evaluation or a prediction."""
         with step_of_all(self.pipelines):
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        """Load the optimizer's state into CPU memory, in the first process of each machine alone."""
+        args, follows = self.args, self._meetings[self.model].follows
+        self.args = copy(args)
+        self.args.distributed_state = None  # several processes would load it onto their GPUs
+        with config.patch("load.mmap", follows):  # type: ignore[attr-defined]
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        self.args = args
+        if follows:
+            self.optimizer.state.clear()
+
+    def _share_weights(self) -> None:
+        """Wait for the other processes, and have all see what user code has written to the first one's weights."""
+        for pipeline in self.pipelines:
+            self._meetings[pipeline.module].share_weights(pipeline)
 
     @contextmanager
     def _while_streaming(self) -> Iterator[None]:
@@ -158,7 +193,7 @@ class SuperpipelineTrainerMixin:
                 self._streamed_scope = None
                 self.pipelines = []
 
-    def _stream(self, model: nn.Module) -> None:
+    def _stream(self, model: nn.Module, trains: bool = False) -> None:
         """Stream a model until the scope ends, unless it already does."""
         assert self._streamed_scope is not None
         if any(pipeline.module is model for pipeline in self.pipelines):
@@ -170,8 +205,25 @@ class SuperpipelineTrainerMixin:
                 "`device_map=None`. If the Trainer has loaded it by name, give it `args`, too, such "
                 "as `args=SFTConfig(...)`."
             )
-        pipeline = Pipeline(model, self.args.device, options=self.streaming, planner=AutoPlanner())
+        if model not in self._meetings:
+            self._meetings[model] = Meetings(_processes(self.args))
+        meetings = self._meetings[model]
+        meetings.begin_run(trains)
+        pipeline = Pipeline(
+            model,
+            self.args.device,
+            options=self.streaming,
+            planner=AutoPlanner(),
+            processes=meetings.processes,
+        )
         self.pipelines.append(self._streamed_scope.enter_context(pipeline))
+
+
+def _processes(args: Any) -> Processes | None:
+    """Return the engine's handle to all processes that a launcher has started; None if there is only one."""
+    if args.world_size == 1:
+        return None
+    return Processes(int(environ["LOCAL_WORLD_SIZE"]), timedelta(seconds=args.ddp_timeout))
 
 
 def _load_on_cpu(args: Any) -> None:
@@ -185,11 +237,15 @@ def _check(trainer: Any) -> None:
     """Refuse a Trainer that moves its models itself, or needs their weights on the GPU."""
     args, accelerator = trainer.args, trainer.accelerator
     precision, compiler = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
+    kind = accelerator.distributed_type.value
     is_scaled = precision not in ("no", "bf16")
     refused = {
-        "run in several processes: start one, or use Lightning's Trainer": args.world_size > 1,
-        "work with DeepSpeed: leave it out": trainer.is_deepspeed_enabled,
+        "know how many processes this machine runs: start them by `torchrun` or `accelerate launch`": (
+            args.world_size > 1 and "LOCAL_WORLD_SIZE" not in environ
+        ),
         "work with FSDP: leave it out": trainer.is_fsdp_enabled,
+        f"work with {kind}: leave it out": not kind.startswith(("NO", "MULTI_")),
+        "work with `parallelism_config`: leave it out": getattr(args, "parallelism_config", None),
         f"work with dynamo's {compiler}, of `torch_compile=True` or `accelerate launch`: "
         "use `PipelineOptions(compile=True)`": compiler != "NO",
         f"work with the precision {precision}, of `fp16=True` or `accelerate launch`: use `bf16=True`": is_scaled,

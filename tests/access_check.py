@@ -163,7 +163,11 @@ class AccessCheck(TorchDispatchMode):
             if twin is not None:
                 reads = f"{func} reads weight {twin.weight.name!r}"
                 # a backward of another graph may have used the new values in its forward
-                was_stepped = twin.unit.update.is_early and in_backward() and _STEPPED_IN.get(twin.unit) == graph_task()
+                was_stepped = (
+                    twin.unit.update.is_stepped_in_backward
+                    and in_backward()
+                    and _STEPPED_IN.get(twin.unit) == graph_task()
+                )
                 if was_stepped and twin.parameter.requires_grad:
                     raise AssertionError(f"{reads}, which was stepped in this backward.")
                 self._check_unit(reads, [twin.unit])

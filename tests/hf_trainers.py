@@ -104,6 +104,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def grpo_case(model: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A case of a Trainer that generates, with a reference that is loaded from a folder."""
+    options = {"num_generations": 2, "max_completion_length": 3, "beta": 0.1, "max_steps": 2, "temperature": 1.0}
+    given = {
+        "model": lambda: LlamaForCausalLM.from_pretrained(model),
+        "reward_funcs": lambda: lambda completions, **_: [float(len(words)) for words in completions],
+    }
+    return "GRPOTrainer", options, given
+
+
 def build(case: str, folder: Path, streams: bool, trainer: Any = None, **others: Any) -> Any:
     name, options, given = CASES[case]
     of_trl = name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer")

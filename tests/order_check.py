@@ -324,7 +324,7 @@ class OrderCheck:
 
     def _share(self, segment: Segment) -> Hook:
         shared = segment.memory.shared
-        if shared is not None and shared.is_hidden and not segment.is_followed:
+        if shared is not None and shared.is_hidden and not segment.is_stepped_elsewhere:
             self.touch_here("shares edits", [shared.own], [shared.bytes])
         yield
 

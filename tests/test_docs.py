@@ -56,6 +56,8 @@ def test_python_runs(document, code):
     """Each block alone, as a reader would paste it into a new session."""
     if "from trl" in code:
         pytest.importorskip("trl", reason="the block needs it: pip install -e '.[trl]'")
+    if "torchao" in code:
+        pytest.importorskip("torchao", reason="the block needs it: pip install -e '.[fp8]'")
     with patch.dict(os.environ):  # transformers 4.57 sets variables for accelerate
         exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from accelerate import DistributedType
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -19,7 +20,7 @@ import sp_lightning.transformers
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.transformers import SuperpipelineTrainerMixin
 from tests.helpers import assert_same_trace
-from tests.hf_trainers import CASES, build, everything, llama, pairs, rows, tokenizer
+from tests.hf_trainers import CASES, build, everything, grpo_case, llama, pairs, rows, tokenizer
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
 
@@ -90,12 +91,7 @@ def test_an_exception_detaches(tmp_path: Path) -> None:
 def test_grpo_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a reference streams beside the model."""
     llama().save_pretrained(tmp_path / "model")
-    options = {"num_generations": 2, "max_completion_length": 3, "beta": 0.1, "max_steps": 2, "temperature": 1.0}
-    given = {
-        "model": lambda: LlamaForCausalLM.from_pretrained(tmp_path / "model"),
-        "reward_funcs": lambda: lambda completions, **_: [float(len(words)) for words in completions],
-    }
-    monkeypatch.setitem(CASES, "GRPO", ("GRPOTrainer", options, given))
+    monkeypatch.setitem(CASES, "GRPO", grpo_case(tmp_path / "model"))
     seen = []
     for streams in (False, True):
         trainer = build("GRPO", tmp_path / str(streams), streams)
@@ -125,10 +121,17 @@ def test_what_does_not_go_with_streaming(
 
 
 def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is a launcher that does not say how many processes share a machine's memory."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match="does not run in several processes: start one"):
+    with pytest.raises(ValueError, match="how many processes this machine runs: start them by `torchrun` or"):
         build("Trainer", tmp_path, streams=True)
     monkeypatch.undo()
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        monkeypatch.setattr("accelerate.Accelerator.distributed_type", kind)
+        with pytest.raises(ValueError, match=f"does not work with {kind.value}: leave it out"):
+            build("Trainer", tmp_path, streams=True)
+        monkeypatch.undo()
     trainer = build("Trainer", tmp_path, streams=True)
     trainer.model.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(ValueError, match="LlamaForCausalLM was loaded with a `device_map` of several devices"):
@@ -202,7 +205,7 @@ def test_names_that_are_relied_on(tmp_path: Path) -> None:
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             self.args._n_gpu = 0
-            for name in ("prepare_model", "clip_grad_norm_"):
+            for name in ("prepare_model", "clip_grad_norm_", "no_sync"):
                 note(self.accelerator, name)
 
         def _move_model_to_device(self, *_: Any) -> None:
@@ -212,10 +215,10 @@ def test_names_that_are_relied_on(tmp_path: Path) -> None:
         function = getattr(accelerator, name)
         setattr(accelerator, name, lambda *args, **options: (called.append(name), function(*args, **options))[1])
 
-    trainer = build("Trainer", tmp_path, streams=False, trainer=Seen, max_steps=2)
+    trainer = build("Trainer", tmp_path, streams=False, trainer=Seen, max_steps=2, gradient_accumulation_steps=2)
     assert called == ["_move_model_to_device"]
     trainer.train()
-    assert called[1:] == ["prepare_model", "clip_grad_norm_", "clip_grad_norm_"]
+    assert called[1:] == ["prepare_model", "no_sync", "clip_grad_norm_", "no_sync", "clip_grad_norm_"]
     assert trainer.args.n_gpu == 0
     assert trainer.__dict__.get("_mixed_mesh_grads", False) is False
     named = {name for name in dir(SuperpipelineTrainerMixin) if "stream" in name} | {"pipelines"}

@@ -98,7 +98,7 @@ class Guard:
                 window.finish_optimizer(unit)
                 window.finish_copies([unit])
                 window.write_back([weight])
-        elif not window.settled:
+        elif not window.has_nothing_in_flight:
             with self._at_work:
                 self._steps.settle_all()
         # Code with an alias may write to it later. So the weight is sent again before the next use.
@@ -129,7 +129,7 @@ class Guard:
     def _check_in_fork(self, weight: Weight) -> None:
         """Raise unless a fork of the process has the value of a weight."""
         update = weight.unit.update
-        has_begun = update.to_begin is None
+        has_begun = update.pending_visit is None
         if update.ticket is not None and has_begun:
             update.ticket.join()  # a step that was under way fails in the fork
         # Memory that is sent to an accelerator is hidden from forks; memory that processes share changes during reads.
@@ -155,7 +155,7 @@ class Guard:
         if to_none is not None:
             gradient.zero(to_none)
             return
-        if weight.has_used_gradient and weight.unit.is_followed and optimizer_steps.depth:
+        if weight.has_used_gradient and weight.unit.is_stepped_elsewhere and optimizer_steps.depth:
             return  # another process steps this weight; the optimizer's own code skips it here
         gradient.check_readable()
         with self._at_work:
@@ -343,7 +343,7 @@ def _run_on_data(func: Operation, args: Args) -> Any:
     guard, weight = _guarded[id(args[0])]
     if func.__name__ == "__set__":
         guard.before_conversion(weight, args[1])
-    elif weight.unit.is_followed:
+    elif weight.unit.is_stepped_elsewhere:
         return args[0].detach()  # this counts the process's writes, which are not allowed in a step
     return func(*args)
 

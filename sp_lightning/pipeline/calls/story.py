@@ -192,7 +192,7 @@ class Story:
         if self.running:
             self._guard.unblock(member)  # this may change the units that the member needs
         needed = member.needed
-        if is_backward and any(unit.update.is_early for unit in needed):
+        if is_backward and any(unit.update.is_stepped_in_backward for unit in needed):
             for entry in member.entries:
                 self._guard.refuse_if_stepped(entry.weight)
         for unit in needed:
@@ -266,7 +266,7 @@ class Story:
                 return
             for other in unit.members:  # those that need no other weights than these get leaves
                 has_weights = all(needed in call.needed or needed.presence.is_valid for needed in other.needed)
-                if has_weights and not unit.update.is_early:
+                if has_weights and not unit.update.is_stepped_in_backward:
                     other.put_in_twins(backward.follow_requires_grad)
             # The backward of calls around this one is not over either.
             backward.in_use = [*call.needed, *member.called_in]

@@ -141,7 +141,7 @@ class LandingBuffer(GradientMemory):
 
     Attributes:
         users: The number of users, each of which has reserved it, or has gradients in it or on their way into it.
-        turn: The number of its last reservation among those of all buffers.
+        reservation: The number of its last reservation among those of all buffers.
         last_reader: The last job that reads it; None if there was none.
     """
 
@@ -149,18 +149,18 @@ class LandingBuffer(GradientMemory):
         super().__init__(host.bytes)
         self.host = host
         self.users = 0
-        self.turn = 0
+        self.reservation = 0
         self.last_reader: Ticket | None = None
         self._awaits_reader = False  # whether it was reserved for a job that is not known yet
         self._released = released
 
-    def reserve(self, turn: int) -> None:
+    def reserve(self, reservation: int) -> None:
         """Reserve it for a job, which comes after the last reader."""
         assert not self._awaits_reader, "one job would overwrite its own gradients"
         self._awaits_reader = True
         if self.last_reader is not None and self.last_reader.done:
             self.last_reader = None  # it may have failed, which concerns no later job
-        self.turn = turn
+        self.reservation = reservation
         self.users += 1
 
     def set_reader(self, job: Ticket) -> None:
@@ -246,7 +246,7 @@ class LandingBuffers:
         """
         with self._released:
             self._ensure_size(nbytes)
-            buffer = min(self._large_enough(nbytes), key=attrgetter("users", "turn"))
+            buffer = min(self._large_enough(nbytes), key=attrgetter("users", "reservation"))
             buffer.reserve(next(self._turns))
             return buffer
 

@@ -117,7 +117,7 @@ class WaitingGradients:
         name = of_segment.unit.name
         if self.planned is not None:
             waits = name in self.planned
-        elif of_segment.beside.memory is not None:  # the gradients have their memory on the host
+        elif of_segment.memory_beside_masters.memory is not None:  # the gradients have their memory on the host
             waits = False
         else:
             nbytes = of_segment.sum_layout.nbytes if more_comes else of_segment.layout.nbytes
@@ -307,7 +307,7 @@ class Routes:
     def _keep(self, of_segment: SegmentGradients) -> None:
         """Copy gradients, and their norms if these are measured, to the unit's own memory, where they stay."""
         of_segment.wait()  # earlier gradients may be on their way to that memory
-        memory = of_segment.beside.get(of_segment.layout, pin=True)
+        memory = of_segment.memory_beside_masters.get(of_segment.layout, pin=True)
         self._download(of_segment, memory, self.measures_norms and of_segment.layout.norm_dtype is not None)
 
     def _add(self, of_segment: SegmentGradients) -> None:

@@ -152,7 +152,7 @@ class SegmentGradients:
         is_consumed: Whether an optimizer has stepped the unit in backward. Its `step()` was not called yet.
         layout: The layout of gradients in memory, in the dtypes in which they come.
         sum_layout: The layout of sums in memory, in the masters' dtypes.
-        beside: The host memory for gradients, next to the masters.
+        memory_beside_masters: The host memory for gradients, next to the masters.
         landing: The landing buffer with the gradients, until the optimizer has read them; None if there is none.
         norms_on_device: The device memory for norms of gradients that stay there; None if none were measured.
     """
@@ -174,7 +174,7 @@ class SegmentGradients:
         self.is_last = False
         # It comes after every copy and addition under way, and others wait for it.
         self.ticket: Ticket | None = None
-        self.beside = MemoryBesideMasters(segment.memory)
+        self.memory_beside_masters = MemoryBesideMasters(segment.memory)
         self.landing: LandingBuffer | None = None
         self.norms_on_device: GradientMemory | None = None
 
@@ -184,12 +184,12 @@ class SegmentGradients:
         """Note that the unit is stepped with these gradients, before `step()` is called."""
         assert self.stored is not Stored.NOWHERE, self.unit.name
         assert not self.is_consumed, self.unit.name
-        self.is_consumed = self.unit.update.is_early = True
+        self.is_consumed = self.unit.update.is_stepped_in_backward = True
 
     def acknowledge_step(self) -> None:
         """Note that `step()` was called for the step in backward, or never will be."""
         assert self.is_consumed, self.unit.name
-        self.is_consumed = self.unit.update.is_early = False
+        self.is_consumed = self.unit.update.is_stepped_in_backward = False
 
     @property
     def stored(self) -> Stored:
@@ -254,17 +254,17 @@ class SegmentGradients:
     def make_sums(self) -> dict[Gradient, Tensor]:
         """Return the place of each sum."""
         differ = self.sum_layout is not self.layout
-        if differ and not self.beside.has_sums:
+        if differ and not self.memory_beside_masters.has_sums:
             self.release_memory()  # gradients in it keep it alive
         # The device writes no sums of other dtypes. It reads them if the unit is updated there.
         pin = not differ or self.unit.update.is_on_device
-        memory = self.beside.get(self.sum_layout, pin, has_sums=differ)
+        memory = self.memory_beside_masters.get(self.sum_layout, pin, has_sums=differ)
         return dict(zip(self.trained, memory.views(self.sum_layout)[0], strict=True))
 
     def release_memory(self) -> None:
         """Release the memory next to the masters; gradients in it keep it alive."""
         self.wait()
-        self.beside.release()
+        self.memory_beside_masters.release()
 
     def pass_landing(self) -> LandingBuffer | None:
         """Return the landing buffer, which the caller releases; None if there is none."""

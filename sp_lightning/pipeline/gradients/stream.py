@@ -124,7 +124,7 @@ class GradientStream:
         # An update on the device may still read the earlier sums, and begins when other work waits for it. A step on
         # the host is over: computing has waited for the weights that it wrote.
         stored, updates_on_device = of_segment.stored, of_segment.unit.update.is_on_device
-        if stored is Stored.ON_DEVICE or (of_segment.beside.memory is not None and updates_on_device):
+        if stored is Stored.ON_DEVICE or (of_segment.memory_beside_masters.memory is not None and updates_on_device):
             self._window.finish_optimizer(of_segment.unit)
         of_segment.lay_out()
         is_complete = is_final and not of_segment.missing
@@ -135,7 +135,7 @@ class GradientStream:
         steps_next = early is not None or self.routes.measures_norms
         arrival = Arrival(
             stored,
-            has_sums=of_segment.beside.has_sums,
+            has_sums=of_segment.memory_beside_masters.has_sums,
             is_updated_on_device=updates_on_device and is_complete and steps_next,
             is_used_at_once=early is not None and not early.keeps_gradients,
         )
@@ -238,7 +238,7 @@ class GradientStream:
         self.abandon()
         self.show_all()
         for of_segment in self._by_segment:
-            of_segment.beside.forget()
+            of_segment.memory_beside_masters.forget()
             of_segment.norms_on_device = None
         self.routes.staging.drop_buffers()
         self.routes.landing.free_memory()

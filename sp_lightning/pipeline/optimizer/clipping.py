@@ -81,14 +81,14 @@ class EarlyStep(Step):
         averages = steps.stream.averages
         if averages is not None:
             averages.pass_on(of_segment, steps.window.copies_of([unit]))
-        if not unit.is_followed:  # otherwise the process that owns the unit collects them
+        if not unit.is_stepped_elsewhere:  # otherwise the process that owns the unit collects them
             self.collect_gradients(of_segment.trained)
         steps.step(unit, self)
-        if unit.update.to_begin is not None and steps.visits.begin_in_backward:
-            unit.update.to_begin.begin(in_place=False)
+        if unit.update.pending_visit is not None and steps.visits.begin_in_backward:
+            unit.update.pending_visit.begin(in_place=False)
         if unit in self.awaited and averages is None:
             steps.finish([unit])
-        unit.update.is_ahead = averages is not None
+        unit.update.is_early_in_all_processes = averages is not None
         of_segment.consume()
         self.stepped.append(of_segment)
         if not self.keeps_gradients:
@@ -107,7 +107,7 @@ class EarlyStep(Step):
                 if parameter in state and parameter not in self._had_state:
                     state[parameter] = state.pop(parameter)  # torch makes state in the order of parameters
         for of_segment in self.stepped:
-            of_segment.unit.update.is_ahead = False
+            of_segment.unit.update.is_early_in_all_processes = False
             of_segment.acknowledge_step()
 
     def abandon(self) -> None:

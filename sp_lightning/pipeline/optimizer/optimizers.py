@@ -127,7 +127,7 @@ class Optimizers:
                 self._step_in_backward.check_promises(optimizer, optimizer_weights, why_not)
             if self._processes is not None:
                 # Another process may write to masters. Units that were stepped in backward are sent after that.
-                window.finish_copies(unit for unit in window.units if not unit.update.is_ahead)
+                window.finish_copies(unit for unit in window.units if not unit.update.is_early_in_all_processes)
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
@@ -226,7 +226,7 @@ class Optimizers:
             )
             raise
         steps.finish(step.awaited if self._overlaps is not False else optimizer_weights.units)
-        if [unit for unit in optimizer_weights.units if unit.update.to_begin is not None]:
+        if [unit for unit in optimizer_weights.units if unit.update.pending_visit is not None]:
             steps.window.prefetch()  # this begins the first of these steps
 
     def _weights_of(self, optimizer: Optimizer) -> OptimizerWeights:

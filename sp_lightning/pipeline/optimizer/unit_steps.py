@@ -93,7 +93,7 @@ class UnitSteps:
             return False
         self.window.outdate(unit, {gradient.weight for gradient in inputs})
         unit.update.ticket = visit
-        unit.update.to_begin = visit
+        unit.update.pending_visit = visit
         self.window.stats.visits += 1
         return True
 
@@ -179,7 +179,7 @@ class UnitSteps:
         if not generations:
             return
         self.window.finish_optimizer(unit)
-        if unit.is_followed:
+        if unit.is_stepped_elsewhere:
             weights = optimizer_weights.weights.intersection(unit.weights)
             # the keeper's counter tells
             published = [CounterTicket(memory.box, memory.counters[:1], number) for memory, number in generations]
@@ -196,7 +196,7 @@ class UnitSteps:
     def _next_generations(self, unit: Unit, optimizer_weights: OptimizerWeights) -> list[Generation]:
         """Count a step of masters that processes share, whether or not it changes them; each step counts once."""
         generations: list[Generation] = []
-        if unit.update.is_ahead:
+        if unit.update.is_early_in_all_processes:
             return generations
         for segment in unit.segments:
             memory = segment.memory.shared
@@ -231,7 +231,7 @@ class UnitSteps:
         """Wait for steps, copies and gradients: masters and their gradients are complete afterwards."""
         self.settle()
         self.stream.settle()
-        self.window.settled = True
+        self.window.has_nothing_in_flight = True
 
 
 # ---------------------------------------------------------------------------- what a step does with a unit's weights

@@ -214,7 +214,7 @@ class Visit(DeferredTicket):
         A forward may have these before the host has, so masters count as changed from now on.
         """
         segment, backend = self._segment, self._visits.backend
-        self._unit.update.to_begin = None
+        self._unit.update.pending_visit = None
         self._is_placed = in_place
         note_stepped([segment], segment.weights)
         if in_place:
@@ -351,7 +351,7 @@ class Visits:
             if not state:
                 return ""  # the host makes it, once
             # other gradients are the user's, or are in memory that another step is to read soon
-            is_at_hand = gradient.is_on_device or of_segment.beside.contains(tensor)
+            is_at_hand = gradient.is_on_device or of_segment.memory_beside_masters.contains(tensor)
             if tensor is not gradient.tensor or not is_at_hand:
                 return f"the gradient of {weight.name!r} was read, set or kept"
             is_readable = weight.dtype in (tensor.dtype, torch.float32)
@@ -380,7 +380,7 @@ class Visits:
         updates: Sequence[_Update],
     ) -> Sequence[Piece]:
         """Return the pieces in which a segment visits; find them again if some of its memory has moved."""
-        segment, gradients = of_segment.segment, of_segment.beside.memory
+        segment, gradients = of_segment.segment, of_segment.memory_beside_masters.memory
         state = segment.memory.companions["state"]
         known = self._known.get(segment)
         if known is not None and known[:2] == (state, gradients):

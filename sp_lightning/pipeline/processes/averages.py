@@ -437,8 +437,14 @@ class Averages:
         self.has_begun = False
 
     def abandon_pass(self) -> None:
-        """Wait for no other process any more if an exception has ended a pass; the others notice that this one ends."""
+        """Wait for no other process any more if an exception has ended a pass; the others notice that this one ends.
+
+        The next pass raises an error: the others may have finished the one that has failed here.
+        """
         if self.has_begun:
+            self.has_begun = False
+            self._to_come = {}
+            self._exchanged = {}
             self._processes.box.failure = RuntimeError(
                 "A backward pass of all processes ended with an exception in this one: they cannot train on together."
             )

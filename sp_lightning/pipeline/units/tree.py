@@ -150,8 +150,8 @@ def _tied_by_memory(root: nn.Module) -> set[int]:
     return tied
 
 
-def check_module(module: nn.Module, taken: Set[int]) -> None:
-    """Raise if a module cannot be streamed; `taken` are the identities of parameters that others stream."""
+def check_module(module: nn.Module, streamed_by_others: Set[int]) -> None:
+    """Raise if a module cannot be streamed; `streamed_by_others` are identities of parameters."""
     if isinstance(module, type):
         raise ValueError(f"Only a module can be streamed. This is the class `{module.__name__}`. Build it first.")
     if not isinstance(module, nn.Module):
@@ -162,7 +162,7 @@ def check_module(module: nn.Module, taken: Set[int]) -> None:
     if any(isinstance(inner, nn.parallel.DistributedDataParallel) for inner in module.modules()):
         raise ValueError(DDP_AVERAGES_NOTHING)
     for name, parameter in module.named_parameters():
-        if id(parameter) in taken:
+        if id(parameter) in streamed_by_others:
             raise ValueError(
                 f"Parameter {name!r} already belongs to a pipeline, which streams it. Call its `detach()` first."
             )

@@ -143,10 +143,10 @@ class UnitUpdate:
     # an optimizer's work on the masters; None if there is none, or once it is known to be done
     ticket: Ticket | None = None
     # an update on the device that has not begun: it brings new weights if it begins as the unit is loaded
-    to_begin: StepOnDevice | None = None
+    pending_visit: StepOnDevice | None = None
     # whether it ran in backward, and `step()` is still to be called: the weights cannot be read until then
-    is_early: bool = False
-    is_ahead: bool = False  # whether such an early update has used the gradients of other processes
+    is_stepped_in_backward: bool = False
+    is_early_in_all_processes: bool = False  # whether such an early update has used the gradients of other processes
 
 
 class Unit:
@@ -188,9 +188,9 @@ class Unit:
         return sum(segment.nbytes for segment in self.segments)
 
     @property
-    def is_followed(self) -> bool:
+    def is_stepped_elsewhere(self) -> bool:
         """Whether another process owns and updates the masters, and this process shares them."""
-        return any(segment.is_followed for segment in self.segments)
+        return any(segment.is_stepped_elsewhere for segment in self.segments)
 
     def lose_bytes(self) -> None:
         """Treat it as absent, whatever is there: after an exception, or for another place."""

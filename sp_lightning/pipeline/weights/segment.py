@@ -47,7 +47,7 @@ class Segment:
         self.epoch_on_device = NOTHING  # the epoch of the weights in the segment's place
         self.memory = memory  # the masters' memory
         # Whether another process owns the masters, which this one shares.
-        self.is_followed = memory.shared is not None and not memory.shared.box.is_keeper
+        self.is_stepped_elsewhere = memory.shared is not None and not memory.shared.box.is_keeper
         self._versions: list[int] = []  # the versions of masters when they were last observed
         # Whether something else than a step has changed a master, since processes last exchanged edits.
         self.is_edited = False
@@ -98,7 +98,7 @@ class Segment:
         """Raise if a step would compute with values that others do not have; the owner shares its edits."""
         if self.memory.shared is None:
             return
-        if self.is_followed and self._written is not None:
+        if self.is_stepped_elsewhere and self._written is not None:
             raise written_by_follower(self._written.name)
         for weight in self.weights:
             if weight.current_memory is not weight.engine_memory:
@@ -106,7 +106,7 @@ class Segment:
                     f"Weight {weight.name!r} was given other memory (`weight.data = ...`), which other processes do "
                     "not have. Write into its memory: `weight.data.copy_(...)`."
                 )
-        if not self.is_followed:
+        if not self.is_stepped_elsewhere:
             self.share_edits()
 
     def pop_edit(self) -> bool:
@@ -116,7 +116,7 @@ class Segment:
         self._written = None
         if self.memory.shared is None:  # this weight was made resident, and another segment tells of its edits
             return False
-        return written is not None if self.is_followed else is_edited
+        return written is not None if self.is_stepped_elsewhere else is_edited
 
     def hide_edits(self) -> None:
         """Hide from the other processes what user code writes to masters from now on."""
@@ -128,9 +128,9 @@ class Segment:
         """Let the other processes see what user code has written to masters; drop it if they are another one's."""
         shared = self.memory.shared
         if shared is not None and shared.is_hidden:
-            if not self.is_followed:
+            if not self.is_stepped_elsewhere:
                 shared.bytes.copy_(shared.own[: shared.bytes.nbytes])
-            shared.map_own(hides=self.is_followed)
+            shared.map_own(hides=self.is_stepped_elsewhere)
 
     def note_written_back(self) -> None:
         """Note that changes on the device were written back to a master."""

@@ -53,8 +53,8 @@ class MasterAccess:
         if not work.done:
             self.stats.optimizer_waits += 1
         try:
-            if unit.update.to_begin is not None:
-                unit.update.to_begin.begin(in_place=False)
+            if unit.update.pending_visit is not None:
+                unit.update.pending_visit.begin(in_place=False)
             self.backend.trace.join(work, "optimizer")
         except Exception:
             warnings.warn(
@@ -142,7 +142,7 @@ class MasterAccess:
                 twin.note_unchanged()
                 return False
             assert not weight.lowered, "what writes to a weight gets it as it is"
-            if weight.unit.is_followed:
+            if weight.unit.is_stepped_elsewhere:
                 raise written_by_follower(weight.name)
             weight.write_to_master(arrived)
         twin.note_unchanged()

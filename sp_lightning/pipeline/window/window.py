@@ -27,7 +27,7 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind
+from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.units.unit import Residency, Unit
 from sp_lightning.pipeline.weights.segment import NOTHING
@@ -130,11 +130,11 @@ class Window(MasterAccess):
         self._unit_of_use = [*unit_of_member] * len(Pass)
         self.order = Order(len(unit_of_member))
         # Whether no copy was issued, and no step begun, since all of them were waited for.
-        self.settled = True
+        self.has_nothing_in_flight = True
         # Outdated units that share their place with no other: they are fetched as soon as possible.
-        self._outdated: dict[Unit, None] = {}
+        self._outdated_units: dict[Unit, None] = {}
         # The units that occupy places in the arena: each was loaded last into its place.
-        self._occupants: set[Unit] = set()
+        self._units_in_places: set[Unit] = set()
         most_members = max(Counter(unit_of_member).values(), default=0)
         self._horizon = max(_USES_AHEAD, _UNITS_AHEAD * most_members)
 
@@ -170,7 +170,7 @@ class Window(MasterAccess):
     def refuse_writes(self) -> None:
         """Raise if this process has written to masters that another one owns, in the step that ends."""
         for unit in self.units:
-            if unit.is_followed and not self.is_being_stepped(unit):
+            if unit.is_stepped_elsewhere and not self.is_being_stepped(unit):
                 for segment in unit.segments:
                     segment.detect_changes()
                     segment.check_shared()
@@ -198,8 +198,8 @@ class Window(MasterAccess):
 
     def mark_all_absent(self) -> None:
         """Treat every unit as absent, with no call inside: after an exception, or as units get other places."""
-        self._occupants.clear()
-        self._outdated.clear()
+        self._units_in_places.clear()
+        self._outdated_units.clear()
         for unit in self.units:
             for weight in unit.weights:
                 weight.twin.note_unchanged()
@@ -210,7 +210,7 @@ class Window(MasterAccess):
         """Tell whether the unit is absent and cannot be loaded, because a call is inside of a unit in its place."""
         if unit.presence.residency is not Residency.ABSENT:
             return False
-        in_the_way = unit.conflicts & self._occupants
+        in_the_way = unit.conflicts & self._units_in_places
         return any(other.users and other.presence.residency is not Residency.ABSENT for other in in_the_way)
 
     def bring(self, unit: Unit) -> None:
@@ -244,20 +244,20 @@ class Window(MasterAccess):
                 self._verify(unit)
             if unit.presence.residency is Residency.ABSENT:
                 # Its step needs other processes. These may wait for this one, which must not wait for the place.
-                awaits_others = unit.update.is_ahead and self.is_being_stepped(unit)
+                awaits_others = unit.update.is_early_in_all_processes and self.is_being_stepped(unit)
                 if awaits_others or not self._may_take_place(unit, needed):
                     break
                 self._load(unit)
             needed.add(unit)
-        for unit in list(self._outdated):
+        for unit in list(self._outdated_units):
             if unit not in in_use:
-                del self._outdated[unit]
+                del self._outdated_units[unit]
                 if unit.presence.residency is Residency.ABSENT:
                     self._load(unit)
 
     def _may_take_place(self, unit: Unit, needed: Set[Unit]) -> bool:
         """Tell whether an absent unit may be fetched ahead; see [Note: when a unit may be evicted]."""
-        for other in unit.conflicts & self._occupants:
+        for other in unit.conflicts & self._units_in_places:
             if other.presence.residency is Residency.ABSENT:
                 continue
             awaits_step = other.presence.residency is Residency.COMING and self.is_being_stepped(other)
@@ -267,13 +267,13 @@ class Window(MasterAccess):
 
     def outdate(self, unit: Unit, stepped: Set[Weight]) -> None:
         """Discard the device's copy of a unit: an optimizer is about to step masters of these weights."""
-        self.settled = False
+        self.has_nothing_in_flight = False
         if unit.presence.residency is not Residency.ABSENT:
             self._discard(unit)
         if unit.is_reached:
             unit.leave(is_over=False)  # modules must not read leaves over outdated memory
         if not unit.conflicts:
-            self._outdated[unit] = None
+            self._outdated_units[unit] = None
         for segment in unit.segments:
             if unit.presence.suspect:
                 segment.detect_changes()
@@ -321,16 +321,13 @@ class Window(MasterAccess):
             raise
 
     def _load(self, unit: Unit) -> None:
-        self.settled = False
-        for other in unit.conflicts & self._occupants:
+        self.has_nothing_in_flight = False
+        for other in unit.conflicts & self._units_in_places:
             self._evict(other)
         if unit.conflicts:
-            self._occupants.add(unit)
+            self._units_in_places.add(unit)
         unit.presence.uploads = [ticket for ticket in unit.presence.uploads if not ticket.done]
-        step = unit.update.ticket if self.is_being_stepped(unit) else None
-        if unit.update.to_begin is not None:
-            unit.presence.uploads.append(unit.update.to_begin.begin())
-            step = None
+        step = self._step_before_copies(unit)
         for segment in unit.segments:
             if segment.epoch_on_device == segment.epoch:
                 continue  # the segment is still in its place: only others were stepped
@@ -344,6 +341,14 @@ class Window(MasterAccess):
         unit.presence.become(Residency.COMING)
         if not unit.resident:
             self.stats.loads += 1
+
+    def _step_before_copies(self, unit: Unit) -> Ticket | None:
+        """Return the host's step that copies of a unit follow; a visit begins now, and brings new weights itself."""
+        visit = unit.update.pending_visit
+        if visit is not None:
+            unit.presence.uploads.append(visit.begin())
+            return None
+        return unit.update.ticket if self.is_being_stepped(unit) else None
 
     def _evict(self, unit: Unit) -> None:
         """Give a unit's place away."""
@@ -359,6 +364,6 @@ class Window(MasterAccess):
                 unit.leave(is_over=False)
             self._discard(unit)
             self.backend.invalidate(unit.presence.place)
-        self._occupants.discard(unit)
+        self._units_in_places.discard(unit)
         for segment in unit.segments:
             segment.epoch_on_device = NOTHING
