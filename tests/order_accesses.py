@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim import passes
 from sp_lightning.pipeline.gradients import routes
-from sp_lightning.pipeline.lanes.lanes import do_nothing
+from sp_lightning.pipeline.lanes.lanes import Kind, do_nothing
 from sp_lightning.pipeline.optimizer import clipping, state_ring, unit_steps, visit
 from sp_lightning.pipeline.processes.averages import SharedSums
 from sp_lightning.pipeline.units.unit import Unit
@@ -46,12 +45,12 @@ def _of_step(_: None, unit: Unit, step: Any, updates: Any, *args: Any) -> Access
     return reads, [each for weight, _, state, copy, _ in of_all for each in (weight, copy, *tree_leaves(state))]
 
 
-def _of_run(_: None, steps: Any) -> Accesses:
-    return [], []  # its job runs within that of a unit
+def _of_request(_: Any, kind: Kind, buffer: Any, piece: Any, name: str) -> Accesses:
+    return ([], [buffer.memory]) if kind is Kind.READ else ([buffer.memory], [])
 
 
-def _of_request(_: Any, call: Any, piece: Any, buffer: Any, name: str) -> Accesses:
-    return ([], [buffer.memory]) if call is os.preadv else ([buffer.memory], [])
+def _of_buffer(buffer: Any, passes: Any) -> Accesses:
+    return [], [buffer.memory]  # the job of the unit, in which it runs, has all else
 
 
 def _of_sums(_: None, sums: Any, dtype: object) -> Accesses:
@@ -94,7 +93,7 @@ _ACCESSES: dict[Any, Callable[..., Accesses]] = {
     routes.LateGradients._send: _of_return,
     routes._add_up: _of_sums,
     clipping._find_factor: _of_factor,
-    passes.run: _of_run,
+    state_ring._Buffer.step: _of_buffer,
     state_ring.StateRing._move: _of_request,
     passes.add: lambda _, total, added: ([added], [total]),
     SharedSums.land: _of_shares,

@@ -223,7 +223,8 @@ class OrderCheck:
         ticket = yield
         self.ask(ticket, self._what, self._computing, [source], [target], "down")
 
-    def _job(self, _: Backend, job: Job, *__: Any) -> Hook:
+    def _job(self, _: Backend, *asked: Any) -> Hook:
+        job: Job = asked[-1]
         owner, args = getattr(job.cleanup, "__self__", None), getattr(job.cleanup, "args", ())
         for buffer in [owner, *chain.from_iterable(each for each in args if isinstance(each, list))]:
             if isinstance(buffer, LandingBuffer):
@@ -338,7 +339,8 @@ class OrderCheck:
         hooks: list[tuple[type, str, Callable[..., Hook]]] = [
             (Trace, "_request", self._note_name), (Trace, "work", self._note_name),
             (HostBackend, "upload", self._upload), (HostBackend, "download", self._download),
-            (Backend, "work", self._job), (Backend, "issue_when_ready", self._job),
+            (Backend, "work", self._job), (Backend, "work_on", self._job),
+            (Backend, "issue_when_ready", self._job),
             (HostBackend, "submit_to_lane", self._beside), (HostBackend, "wait", self._wait), (Job, "run", self._run),
             (Backend, "computed", self._computed), (Job, "join", self._join), (HostBackend, "drain", self._drain),
             (routes.LandingBuffers, "take", self._take_landing), (routes.StagingBuffers, "take", self._take_staging),

@@ -265,7 +265,7 @@ class SimulatedBackend(Backend):
         self._asked_after = ()
         job.finish()
 
-    def work(self, job: Job, submit: object = None) -> Ticket:
+    def work(self, job: Job) -> Ticket:
         """Run a job at once; its time on the host's worker thread comes when it is its turn."""
         job.action()
         job.cleanup()

@@ -50,7 +50,9 @@ class Summary:
     gradient_bytes: int  # device memory for gradients on their way to the host
     host_bytes: int  # host memory for weights, and for the copies of them that are sent
     host_gradient_bytes: int  # host memory for gradients that has been allocated so far
-    optimizer_bytes: int  # host memory for optimizer state
+    optimizer_bytes: int  # bytes of the optimizer state of units that stream, on the host and on a drive
+    units_on_drive: int  # the number of units whose optimizer state is on a drive
+    drive_bytes: int  # bytes of that state, which each step reads and writes
     lowered: int  # weights that are sent in autocast's dtype
     pinned: bool  # whether all memory that is sent is pinned
     # names of units, of resident weights, of units that stay on the device, and of units that are updated there
@@ -67,6 +69,7 @@ class Summary:
         layout = arrangement.layout
         weights = [weight for unit in arrangement.all_units for weight in unit.every_weight]
         own_memory = sum(segment.memory.nbytes for segment in arrangement.segments)
+        units_on_drive, drive_bytes = (0, 0) if engine.drive is None else engine.drive.places.on_drive()
         gradients = memory.nbytes_for("gradients") + memory.nbytes_for("sums")
         return cls(
             device=str(engine.device),
@@ -79,6 +82,8 @@ class Summary:
             host_bytes=own_memory + memory.nbytes_for("copies"),
             host_gradient_bytes=engine.stream.routes.landing.nbytes() + gradients,
             optimizer_bytes=engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights]),
+            units_on_drive=units_on_drive,
+            drive_bytes=drive_bytes,
             lowered=sum(weight.lowered for weight in weights),
             pinned=arrangement.is_pinned,
             unit_names=tuple(unit.name for unit in arrangement.units),
@@ -97,6 +102,11 @@ class Summary:
         if self.living or self.visiting:
             updates = (
                 f"{len(self.living)} stay on the GPU, {len(self.visiting)} are updated there, the others on the CPU"
+            )
+        if self.units_on_drive:
+            updates += (
+                f"; state of {self.units_on_drive} of {self.units} units is on the drive: "
+                f"{self.drive_bytes / 1e9:.1f} GB written per step"
             )
         return [
             ("device", self.device),

@@ -36,7 +36,7 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ _LEAST_STALL = 20e-6  # seconds; the query alone takes less when there is nothin
 _POISON = 0xFF  # every float made of these bytes is NaN, every signed integer -1
 # The rank of a copy that comes after a job; the rank of a step is its unit's place in the forward.
 BEFORE_OTHER_WORK = -1
-Submit: TypeAlias = Callable[[Job], Ticket]
 UPDATE_KINDS = (Kind.STATE_UP, Kind.VISIT, Kind.STATE_DOWN, Kind.LATE_GRADIENTS)
 """The kinds of work for updates of units, each with a lane of its own next to computing, as it waits for memory."""
 
@@ -135,9 +134,13 @@ class Backend(ABC):
     def download(self, target: Tensor, source: Tensor) -> Ticket:
         """Copy bytes to the host, after everything computed so far."""
 
-    def work(self, job: Job, submit: Submit | None = None) -> Ticket:
-        """Run a job on the thread for work on host memory, or where else `submit` has it run."""
-        return (submit or self._host.submit)(job)
+    def work(self, job: Job) -> Ticket:
+        """Run a job on the thread for work on host memory."""
+        return self._host.submit(job)
+
+    def work_on(self, worker: Worker, job: Job) -> Ticket:
+        """Run a job on another one of `workers`."""
+        return worker.submit(job)
 
     def add_worker(self, purpose: str) -> Worker:
         """Return another thread for work on host memory."""
@@ -275,12 +278,13 @@ class Trace:
         self._note(_TraceEntry(kind, name, nbytes, ticket))
         return ticket
 
-    def work(self, kind: Kind, name: str, job: Job, submit: Submit | None = None) -> Ticket:
-        """Ask for a job on a thread for work on host memory; its range is where it runs."""
+    def work(self, kind: Kind, name: str, job: Job, submit: Callable[[Job], Ticket] | None = None) -> Ticket:
+        """Ask for a job on the thread for work on host memory, or elsewhere; its range is where it runs."""
+        submit = submit or self._backend.work
         if not self._is_on:
-            return self._backend.work(job, submit)
+            return submit(job)
         job.action = _range(kind.label, name)(job.action)
-        ticket = self._backend.work(job, submit)
+        ticket = submit(job)
         self._note(_TraceEntry(kind, name, job.nbytes, ticket))
         return ticket
 

@@ -268,6 +268,8 @@ class Optimizers:
         if processes is not None and (keeps_gradients or not processes.averages or not processes.trains):
             return None
         with self._at_work:
+            if optimizer not in self._known_optimizers:
+                self._accept(optimizer)
             optimizer_weights = self._weights_of(optimizer)
             if any(weight.has_used_gradient for weight in optimizer_weights.weights):
                 return None  # its `step()` will raise an error

@@ -286,11 +286,12 @@ def _nbytes(state: Mapping[str, Any]) -> int:
 def spread(sizes: Mapping[str, int], room: float) -> set[str]:
     """Return the names of units whose state is to be elsewhere, so that the rest has room; evenly spread over all."""
     total = sum(sizes.values())
+    excess = total - int(min(room, total))
     chosen: set[str] = set()
-    due = 0.0
+    due = 0
     for name, size in sizes.items():
-        due += size * (1 - room / (total or 1))
+        due += size * excess
         if due > 0:
             chosen.add(name)
-            due -= size
+            due -= size * total
     return chosen

@@ -185,7 +185,7 @@ class StateRing:
             after = [other.ticket for other in self._buffers if other.job is not None and other.job.unit is unit]
         nbytes = sum(part.nbytes for part in buffer.piece)
         job = Job(partial(self._move, kind, buffer, buffer.piece, unit.name), [buffer.ticket, *after], nbytes)
-        buffer.ticket = self._backend.trace.work(kind, unit.name, job, worker.submit)
+        buffer.ticket = self._backend.trace.work(kind, unit.name, job, partial(self._backend.work_on, worker))
 
     def _move(self, kind: Kind, buffer: _Buffer, piece: Sequence[Part], name: str) -> None:
         """Read or write a piece."""

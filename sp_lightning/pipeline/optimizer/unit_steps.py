@@ -160,7 +160,7 @@ class UnitSteps:
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
         if self.drive is not None and isinstance(job, UnitOnDrive):
-            ticket = window.backend.work(job, self.drive.worker.submit)
+            ticket = window.backend.work_on(self.drive.worker, job)
         else:
             ticket = window.backend.trace.work(Kind.STEP, unit.name, job)
         unit.update.ticket = ticket
