@@ -109,8 +109,6 @@ class PipelineOptions:
         if not is_list or not all(isinstance(name, str) for name in self.resident):
             raise ValueError(f"`resident={self.resident!r}` must be a list of module or parameter names.")
         _check_compile(self.compile)
-        if not isinstance(self.nvme_path, str | None):
-            raise ValueError(f"`nvme_path={self.nvme_path!r}` must be the path of a folder, as text.")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):

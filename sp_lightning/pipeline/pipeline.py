@@ -50,7 +50,7 @@ class Summary:
     gradient_bytes: int  # device memory for gradients on their way to the host
     host_bytes: int  # host memory for weights, and for the copies of them that are sent
     host_gradient_bytes: int  # host memory for gradients that has been allocated so far
-    optimizer_bytes: int  # bytes of the optimizer state of units that stream, on the host and on a drive
+    optimizer_bytes: int  # host memory for optimizer state
     units_on_drive: int  # the number of units whose optimizer state is on a drive
     drive_bytes: int  # bytes of that state, which each step reads and writes
     lowered: int  # weights that are sent in autocast's dtype
@@ -69,6 +69,7 @@ class Summary:
         layout = arrangement.layout
         weights = [weight for unit in arrangement.all_units for weight in unit.every_weight]
         own_memory = sum(segment.memory.nbytes for segment in arrangement.segments)
+        state_bytes = engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights])
         units_on_drive, drive_bytes = (0, 0) if engine.drive is None else engine.drive.places.on_drive()
         gradients = memory.nbytes_for("gradients") + memory.nbytes_for("sums")
         return cls(
@@ -81,7 +82,7 @@ class Summary:
             gradient_bytes=engine.stream.routes.staging.nbytes(),
             host_bytes=own_memory + memory.nbytes_for("copies"),
             host_gradient_bytes=engine.stream.routes.landing.nbytes() + gradients,
-            optimizer_bytes=engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights]),
+            optimizer_bytes=max(0, state_bytes - drive_bytes),
             units_on_drive=units_on_drive,
             drive_bytes=drive_bytes,
             lowered=sum(weight.lowered for weight in weights),

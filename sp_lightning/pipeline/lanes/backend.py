@@ -138,14 +138,11 @@ class Backend(ABC):
         """Run a job on the thread for work on host memory."""
         return self._host.submit(job)
 
-    def work_on(self, worker: Worker, job: Job) -> Ticket:
-        """Run a job on another one of `workers`."""
-        return worker.submit(job)
-
     def add_worker(self, purpose: str) -> Worker:
         """Return another thread for work on host memory."""
-        self.workers.append(self._host.like(purpose))
-        return self.workers[-1]
+        worker = self._host.like(purpose)
+        self.workers.append(worker)
+        return worker
 
     @abstractmethod
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:

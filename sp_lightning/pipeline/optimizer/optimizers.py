@@ -117,10 +117,7 @@ class Optimizers:
                     f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
                     "step as in plain training."
                 )
-            drive = self._steps.drive
-            if drive is not None and optimizer_weights.gradients:
-                drive.check()
-                drive.places.check(optimizer, self._steps.fused)
+            self.check_drive(optimizer)
             window = self._steps.window
             window.write_back_all()  # the step reads masters
             if self._step_in_backward is not None:
@@ -181,6 +178,13 @@ class Optimizers:
             window.stats.optimizer_steps += 1
             self.steps_taken += 1
 
+    def check_drive(self, optimizer: Optimizer) -> None:
+        """Raise if the optimizer's state cannot be on the drive, if there is one, or if an update there has failed."""
+        drive = self._steps.drive
+        if drive is not None and self.have_weights_of(optimizer):
+            drive.check()
+            drive.places.check(optimizer, self._steps.fused)
+
     @property
     def _is_follower(self) -> bool:
         """Whether another process of this machine steps the weights, for all of them."""
@@ -203,9 +207,7 @@ class Optimizers:
 
     def _finish_steps(self, *_: object) -> None:
         with self._at_work:
-            self._steps.settle()
-            if self._steps.drive is not None:
-                self._steps.drive.settle()
+            self._steps.settle_all()
 
     def _step(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights) -> None:
         """Step the optimizer's weights unit by unit."""

@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +79,9 @@ def _open(folder: str) -> tempfile._TemporaryFileWrapper[bytes]:
 
 def _type_of_file_system(device: int) -> str:
     """Return the type of a mounted file system; empty if Linux does not list it by its number, as some of btrfs."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, kind = line.partition(" - ")
-        if mount.split()[2] == number:
-            return kind.split()[0]
-    return ""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    kinds = {line.split()[2]: line.partition(" - ")[2].split()[0] for line in lines}
+    return kinds.get(f"{os.major(device)}:{os.minor(device)}", "")
 
 
 class StateFile:
@@ -138,10 +134,11 @@ class StateFile:
                 raise OSError(errno.EIO, "the file has ended")
             memory, offset = memory[moved:], offset + moved
 
-    def write_back(self, offset: int, nbytes: int) -> None:
-        """Write a place that was changed in the map to the drive, and take it out of RAM."""
-        self._pages.flush(offset, padded(nbytes))
-        self._pages.madvise(mmap.MADV_DONTNEED, offset, padded(nbytes))
+    def write_back(self, tensor: Tensor) -> None:
+        """Write a tensor that was changed in the map to the drive, and take it out of RAM."""
+        place = self.offset_of(tensor), padded(tensor.nbytes)
+        self._pages.flush(*place)
+        self._pages.madvise(mmap.MADV_DONTNEED, *place)
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -167,8 +164,7 @@ class _Place:
 
     unit: str
     file: StateFile
-    offset: int
-    nbytes: int
+    state: dict[str, Tensor]  # there, except for the count of steps
     is_used: bool = False  # whether it is not all zeros any more
 
 
@@ -202,33 +198,7 @@ class StatePlaces:
     def on_drive(self) -> tuple[int, int]:
         """Return how many units have state on the drive, and how many bytes."""
         places = [place for places in self._places.values() for place in places.values() if place is not None]
-        return len({place.unit for place in places}), sum(place.nbytes for place in places)
-
-    def _decide(self, step: Step, places: dict[nn.Parameter, _Place | None]) -> None:
-        """Decide where state will lie that a step may make, and reserve room for it on the drive."""
-        new = {
-            gradient.weight: _nbytes(_made(step.one_passes[number], gradient.weight))
-            for gradient, number in step.optimizer_weights.gradients.items()
-            if gradient.weight.master not in places and gradient.weight.master.requires_grad
-        }
-        sizes: Counter[str] = Counter()
-        for weight, nbytes in new.items():
-            sizes[weight.unit.name] += nbytes
-        free = available_host_memory()
-        chosen = spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free)
-        reserved = self._reserved({weight: new[weight] for weight in new if weight.unit.name in chosen})
-        places.update({weight.master: reserved.get(weight) for weight in new})
-
-    def _reserved(self, sizes: Mapping[Weight, int]) -> dict[Weight, _Place]:
-        """Return places for the state of weights, in a new file."""
-        *offsets, end = accumulate(sizes.values(), initial=0)
-        if not end:
-            return {}
-        file = StateFile(self.folder, end)
-        return {
-            weight: _Place(weight.unit.name, file, offset, nbytes)
-            for (weight, nbytes), offset in zip(sizes.items(), offsets, strict=True)
-        }
+        return len({place.unit for place in places}), sum(_nbytes(place.state) for place in places)
 
     def bring(self, step: Step, states: Mapping[Gradient, dict[str, Any]]) -> dict[int, StateFile]:
         """Have the state of a unit's weights in its places; return the file of each by the state's identity.
@@ -241,46 +211,68 @@ class StatePlaces:
         files: dict[int, StateFile] = {}
         for gradient, state in states.items():
             weight = gradient.weight
-            place = places.get(weight.master)
+            place = places[weight.master]
             if place is None:
                 return {}
-            found = state or _made(step.one_passes[step.optimizer_weights.gradients[gradient]], weight)
-            # the state may have been dropped, or a checkpoint have other moments
-            if (place.is_used and not state) or _nbytes(found) > place.nbytes:
-                place = self._reserved({weight: _nbytes(found)})[weight]
-                places[weight.master] = place
-            self._put(found, place, state)
+            if any(state.get(name) is not value for name, value in place.state.items()):
+                found = _state_of(step, gradient)
+                if place.is_used:  # the state was dropped, or another one was loaded
+                    place = places[weight.master] = self._reserved({weight: found})[weight]
+                place.is_used = True
+                copied = list(state.values())
+                if copied:
+                    self._settle()
+                    for name, value in place.state.items():
+                        value.copy_(state[name])
+                        place.file.write_back(value)
+                state.update({**found, **place.state})
+                release(copied)
             files[id(state)] = place.file
         return files
 
-    def _put(self, found: Mapping[str, Any], place: _Place, state: dict[str, Any]) -> None:
-        """Put the values that were found into a place, and its tensors into the optimizer's state."""
-        moved = dict(found)
-        copied: list[Tensor] = []
-        offset = place.offset
-        for name, value in found.items():
-            if name == "step":
-                continue
-            if value.is_meta or (value.nbytes and place.file.offset_of(value) != offset):
-                moved[name] = view = place.file.view(offset, value)
-                if not value.is_meta:
-                    self._settle()
-                    view.copy_(value)
-                    place.file.write_back(offset, value.nbytes)
-                    copied.append(value)
-            offset += padded(value.nbytes)
-        place.is_used = True
-        state.update(moved)
-        release(copied)
+    def _decide(self, step: Step, places: dict[nn.Parameter, _Place | None]) -> None:
+        """Decide where state will lie that a step may make, and reserve room for it on the drive."""
+        new = {
+            gradient.weight: _state_of(step, gradient)
+            for gradient in step.optimizer_weights.gradients
+            if gradient.weight.master not in places and gradient.weight.master.requires_grad
+        }
+        sizes: Counter[str] = Counter()
+        for weight, state in new.items():
+            sizes[weight.unit.name] += _nbytes(state)
+        free = available_host_memory()
+        chosen = spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free)
+        reserved = self._reserved({weight: new[weight] for weight in new if weight.unit.name in chosen})
+        places.update({weight.master: reserved.get(weight) for weight in new})
+
+    def _reserved(self, states: Mapping[Weight, Mapping[str, Tensor]]) -> dict[Weight, _Place]:
+        """Return places for states like these, in a new file."""
+        places: dict[Weight, _Place] = {}
+        if states:
+            file, offset = StateFile(self.folder, sum(map(_nbytes, states.values()))), 0
+            for weight, state in states.items():
+                places[weight] = place = _Place(weight.unit.name, file, {})
+                for name, value in _without_count(state):
+                    place.state[name] = file.view(offset, value)
+                    offset += padded(value.nbytes)
+        return places
 
 
-def _made(one_pass: OnePass, weight: Weight) -> dict[str, Any]:
-    """Return the state that a first step makes, of which only the count of steps has memory."""
-    return one_pass.make_state(torch.empty_like(weight.engine_memory, device="meta"))
+def _state_of(step: Step, gradient: Gradient) -> dict[str, Tensor]:
+    """Return the state of a weight; before its first step that which it will make, without memory."""
+    weight = gradient.weight
+    one_pass = step.one_passes[step.optimizer_weights.gradients[gradient]]
+    state: dict[str, Tensor] = step.optimizer.state.get(weight.master, {})
+    return state or one_pass.make_state(torch.empty_like(weight.engine_memory, device="meta"))
 
 
-def _nbytes(state: Mapping[str, Any]) -> int:
-    return sum(padded(value.nbytes) for name, value in state.items() if name != "step")
+def _without_count(state: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of state, except for the count of steps."""
+    return [(name, value) for name, value in state.items() if name != "step"]
+
+
+def _nbytes(state: Mapping[str, Tensor]) -> int:
+    return sum(padded(value.nbytes) for _, value in _without_count(state))
 
 
 def spread(sizes: Mapping[str, int], room: float) -> set[str]:

@@ -59,20 +59,22 @@ class Part(NamedTuple):
 def pieces_of(states: Sequence[tuple[StateFile, Memory]]) -> Iterator[list[Part]]:
     """Divide weights into pieces whose state fits in a buffer; each is in a file."""
     piece: list[Part] = []
+    room = BUFFER
     for number, (file, memory) in enumerate(states):
         size = memory.weight.numel()
         state = memory._replace(weight=None)
         nbytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         most = BUFFER - len(state) * PAGE  # each field is padded
-        length = size if nbytes <= most else most * size // nbytes // CUT * CUT
-        for begin in range(0, size, length or 1):
+        length = max(CUT, most * size // (nbytes or 1) // CUT * CUT)
+        for begin in range(0, size, length):
             end = min(begin + length, size)
             fields = part_of(state, begin, end)._asdict().items()
             tensors = {name: tensor for name, tensor in fields if tensor is not None}
             nbytes = sum(padded(tensor.nbytes) for tensor in tensors.values())
-            if sum(part.nbytes for part in piece) + nbytes > BUFFER:
+            if nbytes > room:
                 yield piece
-                piece = []
+                piece, room = [], BUFFER
+            room -= nbytes
             piece.append(Part(number, begin, end, file, tensors, nbytes))
     if piece:
         yield piece
@@ -89,7 +91,9 @@ class UnitOnDrive(Job):
 class _Buffer:
     """A buffer, which pieces pass through."""
 
-    job: UnitOnDrive | None = None  # the job that steps the piece in it
+    # the piece in it, and the job that steps it
+    job: UnitOnDrive | None = None
+    unit: Unit | None = None
     piece: Sequence[Part] = ()
 
     def __init__(self, backend: Backend) -> None:
@@ -149,7 +153,7 @@ class StateRing:
                 buffer.ticket.join()
                 update = Job(partial(buffer.step, passes))
                 self._backend.trace.work(Kind.STEP, job.unit.name, update, _run_here).join()
-                self._request(Kind.WRITE, buffer, job.unit)
+                self._request(Kind.WRITE, buffer, job.unit.name)
                 self._read_ahead()
         except BaseException as error:
             self._error = self._error or error
@@ -173,35 +177,33 @@ class StateRing:
                     self._begin(self._reading)
                 continue
             buffer = next(self._turns)
-            buffer.job, buffer.piece = self._reading, piece
-            self._request(Kind.READ, buffer, self._reading.unit)
+            buffer.job, buffer.unit, buffer.piece = self._reading, self._reading.unit, piece
+            self._request(Kind.READ, buffer, self._reading.unit.name)
             self._coming.append(buffer)
 
-    def _request(self, kind: Kind, buffer: _Buffer, unit: Unit) -> None:
+    def _request(self, kind: Kind, buffer: _Buffer, name: str) -> None:
         """Have the piece in a buffer read or written."""
-        worker, after = self._writer, list[Ticket]()
+        nbytes = sum(part.nbytes for part in buffer.piece)
+        job = Job(partial(self._move, kind, buffer, buffer.piece, name), nbytes=nbytes)
+        worker = self._writer
         if kind is Kind.READ:
             worker = self._reader
-            after = [other.ticket for other in self._buffers if other.job is not None and other.job.unit is unit]
-        nbytes = sum(part.nbytes for part in buffer.piece)
-        job = Job(partial(self._move, kind, buffer, buffer.piece, unit.name), [buffer.ticket, *after], nbytes)
-        buffer.ticket = self._backend.trace.work(kind, unit.name, job, partial(self._backend.work_on, worker))
+            job.after = [other.ticket for other in self._buffers if other.unit is buffer.unit]
+            self._stats.bytes_to_drive += nbytes
+        buffer.ticket = self._backend.trace.work(kind, name, job, worker.submit)
 
     def _move(self, kind: Kind, buffer: _Buffer, piece: Sequence[Part], name: str) -> None:
         """Read or write a piece."""
-        if kind is Kind.READ:
+        is_read = kind is Kind.READ
+        if is_read:
             self._backend.invalidate(buffer.memory)
         pages = buffer.pages
         try:
             for part in piece:
                 for tensor in part.state.values():
                     nbytes = padded(tensor.nbytes)
-                    part.file.move(kind is Kind.READ, pages[:nbytes], part.file.offset_of(tensor))
+                    part.file.move(is_read, pages[:nbytes], part.file.offset_of(tensor))
                     pages = pages[nbytes:]
-                if kind is Kind.READ:
-                    self._stats.bytes_read += part.nbytes
-                else:
-                    self._stats.bytes_written += part.nbytes
         except OSError as error:
             self._error = self._error or RuntimeError(
                 f"`nvme_path={self._folder!r}`: the drive could not {kind.label} optimizer state of {name!r}: "

@@ -159,11 +159,10 @@ class UnitSteps:
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
+        submit: Callable[[Job], Ticket] = partial(window.backend.trace.work, Kind.STEP, unit.name)
         if self.drive is not None and isinstance(job, UnitOnDrive):
-            ticket = window.backend.work_on(self.drive.worker, job)
-        else:
-            ticket = window.backend.trace.work(Kind.STEP, unit.name, job)
-        unit.update.ticket = ticket
+            submit = self.drive.worker.submit
+        ticket = unit.update.ticket = submit(job)
         # Split-off weights are in units of their own, which do not wait for this step.
         if unit.split_off:
             window.finish_optimizer(unit)
@@ -228,8 +227,10 @@ class UnitSteps:
             self.window.finish_copies(self.window.units)
 
     def settle_all(self) -> None:
-        """Wait for steps, copies and gradients: masters and their gradients are complete afterwards."""
+        """Wait for steps, copies and gradients: masters, their gradients and all state are complete afterwards."""
         self.settle()
+        if self.drive is not None:
+            self.drive.settle()
         self.stream.settle()
         self.window.has_nothing_in_flight = True
 

@@ -69,7 +69,7 @@ def test_no_bit_changes(name: str, dtype: torch.dtype, clip: Any, in_backward: b
     expected, _ = train_placed(OPTIMIZERS[name], None, **arguments)
     actual, stats = on_drive(OPTIMIZERS[name], **arguments)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert stats.bytes_read == stats.bytes_written > 0
+    assert stats.bytes_to_drive > 0
     assert not os.listdir(), "the file has no name"
 
 
@@ -83,7 +83,7 @@ def test_weights_in_several_pieces(autocast: bool, in_backward: bool) -> None:
     expected, _ = train_placed(INT8, None, **arguments)
     actual, stats = on_drive(INT8, backend=HostBackend(poison=True, max_delay=0.02), **arguments)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert stats.bytes_written > 3 * 3 * state_ring.BUFFER
+    assert stats.bytes_to_drive > 3 * 3 * state_ring.BUFFER
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def test_training_resumes_with_and_without_a_drive(name: str) -> None:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # it is known by now
             take_steps(model, optimizer, 1, begin=6)
             ends.append(everything(model, optimizer))
-            assert (pipeline.stats.bytes_written > 0) == (then is not None)
+            assert (pipeline.stats.bytes_to_drive > 0) == (then is not None)
     assert all(same(ends[0], end) for end in ends[1:])
 
 
@@ -134,7 +134,7 @@ def test_as_little_as_possible_is_on_the_drive(monkeypatch: pytest.MonkeyPatch) 
             if path is not None:
                 units, nbytes = pipeline.summary().units_on_drive, pipeline.summary().drive_bytes
                 assert (units, nbytes) == (2, 2 * of_unit)
-                assert pipeline.stats.bytes_written == 3 * nbytes
+                assert pipeline.stats.bytes_to_drive == 3 * nbytes
                 assert f"state of {units} of 4 units is on the drive" in str(pipeline.summary())
     assert same(*ends)
 
@@ -239,10 +239,10 @@ FOLDERS: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*FOLDERS, "missing", "a file", "no text"])
+@pytest.mark.parametrize("case", [*FOLDERS, "missing", "a file"])
 def test_folders_that_cannot_have_state(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path: Any = {"missing": "nowhere", "a file": __file__, "no text": 5}.get(case, ".")
-    message = {"missing": "No such file", "a file": "Not a directory", "no text": "must be the path"}.get(case, "")
+    path = {"missing": "nowhere", "a file": __file__}.get(case, ".")
+    message = {"missing": "No such file", "a file": "Not a directory"}.get(case, "")
     if case in FOLDERS:
         owner, name, value, message = FOLDERS[case]
         if value is None:
@@ -332,7 +332,6 @@ def test_a_failure_is_lasting(case: str, in_backward: bool, number: int, monkeyp
         with pytest.raises((RuntimeError, OSError), match=reason):
             train()
         pipeline.reset()
-        for again in (train, optimizer.state_dict):
+        for again in (train, optimizer.state_dict, model.state_dict, pipeline.detach):
             with pytest.raises(RuntimeError, match=f"`nvme_path='.'` has failed: .*{reason}.*last checkpoint"):
                 again()
-            pipeline.reset()
