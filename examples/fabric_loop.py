@@ -31,7 +31,7 @@ MAX_NORM = 1.0  # of all gradients
 def train(fabric: Fabric, options: argparse.Namespace) -> list[float]:
     """Train a model, and return the loss of each step."""
     fabric.seed_everything(options.seed, verbose=False)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         module = CausalLM(**{name: getattr(options, name) for name in MODEL_OPTIONS})
         data = TextData(options.text, options.model, options.batch_size, options.length, options.stride)
         data.setup("fit")

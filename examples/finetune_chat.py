@@ -164,6 +164,8 @@ class ChatData(L.LightningDataModule):
         self.train = self.rows([text for _, texts in learned for text in texts])
         self.val = self.rows([text for _, texts in held_out for text in texts])
         self.asked = [messages for messages, _ in held_out][:samples]
+        chats_and_rows = [f"{sum(map(len, rows)):,} chats in {len(rows):,} rows" for rows in (self.train, self.val)]
+        self.size = f"{chats_and_rows[0]} of {length:,} tokens; for validation, {chats_and_rows[1]}"
 
     def write(self, place: str, messages: list[Message]) -> list[Text]:
         """Return a chat as texts, by the tokenizer's template."""
@@ -180,6 +182,8 @@ class ChatData(L.LightningDataModule):
         learned = [text for text in cut if any(label != IGNORED for label in text[1])]
         if not learned:
             raise ValueError(f"no answer begins within the first {self.length} tokens of a chat")
+        if useless := len(cut) - len(learned):
+            recipe.say(f"{useless} of {len(cut)} chats are left out, as no answer begins within {self.length} tokens")
         return pack(learned, self.length)
 
     def collate(self, rows: list[list[Text]]) -> dict[str, Tensor]:
@@ -290,9 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print answers after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
     begin(options)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         check_train(options.train, options.model)
         data = ChatData(options.chats, options.model, options.batch_size, options.length)
+        recipe.say(data.size)
         model = ChatLM(**{name: getattr(options, name) for name in CHAT_OPTIONS})
     prepare_fp8(options, model)
     train(

@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, write a picture after each epoch, and print how the loss fell and what was streamed."""
     options = parse(arguments)
     begin(options)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         data = CaptionedImages(**{name: getattr(options, name) for name in DATA_OPTIONS})
         model = DiffusionModel(**{name: getattr(options, name) for name in MODEL_OPTIONS})
     prepare_fp8(options, model.transformer)

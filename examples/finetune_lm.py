@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     begin(options)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         model = CausalLM(**{name: getattr(options, name) for name in [*MODEL_OPTIONS, "optimizer"]})
 
     train_on_text(options, model, save=partial(save_checkpoint, options))

@@ -218,9 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print margins before and after each epoch, and at the end how the loss fell and what was streamed."""
     options = parse(arguments)
     begin(options)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         check_train(options.train, options.model)
         data = PreferenceData(options.pairs, options.model, options.batch_size, options.length)
+        recipe.say(f"{len(data.train):,} pairs; for validation, {len(data.val):,} pairs")
         model = PreferenceLM(**{name: getattr(options, name) for name in PREFERENCE_OPTIONS})
     prepare_fp8(options, model)
     train(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import recipe
 import torch
 from datasets import Dataset, load_dataset
 from finetune_chat import make_chat_tokenizer
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.set_defaults(output_dir="runs/finetune_trl", max_steps=60, use_cpu=not torch.cuda.is_available())
     options, config = parser.parse_args_into_dataclasses(arguments)
     dtype = torch.bfloat16 if options.int8 else torch.float32
-    tokenizer = make_chat_tokenizer(options.model)
+    with recipe.one_line(options.model):
+        tokenizer = make_chat_tokenizer(options.model)
     if options.model is None:
         config.learning_rate = 3e-3
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}

@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the accuracy before and after."""
     options = parse(arguments)
     begin(options)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         data = Images(options.images, options.side, options.batch_size)
         model = ImageClassifier(options.model, data.classes, options.lr)
 

@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and print the share of correct answers before and after."""
     options = parse(arguments)
     begin(options)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         model = VisionLM(options.model, options.freeze, options.lr)
         data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
 

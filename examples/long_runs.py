@@ -55,10 +55,10 @@ def prepare_long_run(options: argparse.Namespace, data: str | None, best: tuple[
     options.saves = options.save_every is not None or options.is_pretrained
     if options.saves:
         options.callbacks.append(LastCheckpoint(last.parent, options.save_every, run))
-    if options.save_every and best is not None:
+    if options.saves and best is not None:
         metric, mode = best
-        lowest = ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, enable_version_counter=False)
-        options.callbacks.append(lowest)
+        kept = {"save_weights_only": True, "enable_version_counter": False}
+        options.callbacks.append(ModelCheckpoint(last.parent, "best", monitor=metric, mode=mode, **kept))
     if continues and last.is_file():
         say(f"Continuing from {last}")
     elif options.resume:
@@ -139,7 +139,7 @@ class Schedule(L.Callback):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Writes `last.ckpt` every some steps, in place of the one before, with the options of its run.
+    """Writes `last.ckpt` every some steps and at the end, in place of the one before, with the options of its run.
 
     Args:
         folder: Where to write.
@@ -161,6 +161,12 @@ class LastCheckpoint(ModelCheckpoint):
         steps = trainer.estimated_stepping_batches
         if self.every is None:
             self._every_n_train_steps = max(1, min(100, steps // 10)) if isinstance(steps, int) else 100
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the end of a run, or the same command would take its last steps again."""
+        super().on_train_end(trainer, pl_module)
+        if trainer.global_step % self._every_n_train_steps:
+            trainer.save_checkpoint(Path(self.dirpath, "last.ckpt"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is written into the checkpoint."""

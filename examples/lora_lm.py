@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train the adapters, then print how the loss fell and what was streamed."""
     options = parse(arguments)
     begin(options)
-    with recipe.one_line():
+    with recipe.one_line(options.model):
         model = LoRALM(**{name: getattr(options, name) for name in LORA_OPTIONS})
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     recipe.say(f"{trainable} of {sum(parameter.numel() for parameter in model.parameters())} parameters are trained")

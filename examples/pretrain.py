@@ -252,8 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_checkpointing=options.save is not None,
         enable_model_summary=False,
     )
-    model = NewLM(options.model, options.objective, lr=options.lr)
-    data = Texts(options.text, options.model, options.objective, options.batch_size, options.length)
+    with recipe.one_line(options.model):
+        model = NewLM(options.model, options.objective, lr=options.lr)
+        data = Texts(options.text, options.model, options.objective, options.batch_size, options.length)
     prepare_fp8(options, model)
     recipe.fit(trainer, model, data, ckpt_path=options.resume)
     if options.save is not None:

@@ -236,6 +236,8 @@ def parse(
     """
     options = parser.parse_args(arguments)
     options.is_pretrained = getattr(options, "model", None) not in (None, *TINY_MODELS)
+    if options.is_pretrained and not Path(options.model).is_dir() and is_path(options.model):
+        parser.error(f"argument --model: {options.model}: no such folder")
     is_one_epoch = options.is_pretrained and hasattr(options, "save_every")
     if getattr(options, "epochs", 0) is None:
         options.epochs = 1 if is_one_epoch else options.usual_epochs
@@ -267,6 +269,11 @@ def parse(
     return options
 
 
+def is_path(model: str) -> bool:
+    """Tell whether the name of a model can only be that of a folder: the hub has no such names."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).is_file()
+
+
 def length_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the Trainer's arguments for how long to train: steps, or one epoch."""
     return {"max_epochs": 1} if options.steps is None else {"max_steps": options.steps}
@@ -285,13 +292,21 @@ def is_on_gpu(options: argparse.Namespace) -> bool:
     return options.accelerator != "cpu" and torch.cuda.is_available()
 
 
+# parts of the errors of transformers and diffusers about a model that they do not find
+_NOT_FOUND = ("couldn't connect", "annot connect", "is not a local folder", "Repo id must", "model_index.json")
+
+
 @contextlib.contextmanager
-def one_line() -> Iterator[None]:
+def one_line(model: str | None = None) -> Iterator[None]:
     """Report what is wrong with a user's model or data in one line, without a traceback."""
     try:
         yield
     except (OSError, ValueError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
+        text = " ".join(str(error).split())
+        if model is not None and any(part in text for part in _NOT_FOUND):
+            hub = "the hub has no such model for this recipe, or is not reached"
+            text = f"--model {model}: there is no such folder, and {hub}"
+        sys.exit(f"error: {text}")
 
 
 def fit(trainer: L.Trainer, *arguments: Any, **options: Any) -> None:

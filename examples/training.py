@@ -173,6 +173,9 @@ def train(
     for logger in trainer.loggers:
         logger.log_hyperparams({**options.given, "versions": f"sp_lightning {ours}, torch {torch.__version__}"})
     recipe.fit(trainer, module, data, ckpt_path=options.resume)
+    if options.resume is not None and not losses.values:
+        ended = f"This run has ended at step {trainer.global_step:,}, and no step was trained"
+        recipe.say(f"{ended}: --no-resume begins again, and more --epochs or --steps with --resume continue it")
     save(trainer)
     recipe.say(losses)
     say_where(options, trainer)

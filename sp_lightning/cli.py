@@ -302,7 +302,8 @@ def _plan_parser() -> ArgumentParser:
         default=False,
         help="whether a desktop takes 1 GiB of GPU memory and 3 GiB of RAM; the default follows `--host`",
     )
-    parser.add_class_arguments(Assumptions, skip={"desktop"})
+    parser.add_argument("--fp8", action="store_true", help="whether linear layers multiply in FP8")
+    parser.add_class_arguments(Assumptions, skip={"desktop", "fp8"})
     return parser
 
 

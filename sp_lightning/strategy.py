@@ -72,7 +72,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         self.pipeline: Pipeline | None = None
         self.progress = ToldProgress(self.lightning)
         self.meetings = Meetings()
-        self.narrator = Narrator(self.lightning, self.options.k_prime)
+        self.narrator = Narrator(self.lightning.info, self.options.k_prime, self.lightning.summary)
 
     @override
     def setup_environment(self) -> None:

@@ -18,6 +18,7 @@ No public API says that a model places itself. So this file relies on these name
 - `Accelerator.prepare` calls the `prepare_model` of its own object for each model of a Trainer: the one
   that is trained, in `train`, after the optimizer was made; those of a reference and of a reward, in `__init__`.
 - With `evaluation_mode=True` that leaves a model as it is among several processes, in place of torch's DDP around it.
+- The Trainer calls `Accelerator.backward`, of its object.
 - The Trainer enters `Accelerator.no_sync`, of its object, for all micro-batches of a step but the last one.
 - `Trainer._load_optimizer_and_scheduler` loads the optimizer's state in all processes.
 - `Accelerator.clip_grad_norm_`, of its object, clips. That of accelerate 1.15 reads all gradients to find out whether
@@ -31,19 +32,17 @@ No public API says that a model places itself. So this file relies on these name
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from copy import copy
-from datetime import timedelta
+from contextlib import ExitStack, closing, contextmanager
 from importlib import import_module
 from os import environ
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.serialization import config
 
 from sp_lightning.pipeline import Pipeline, PipelineOptions, Processes
 from sp_lightning.planning import AutoPlanner
+from sp_lightning.trainer.narrator import Narrator
 from sp_lightning.trainer.processes import Meetings
 from sp_lightning.trainer.steps import step_of_all
 
@@ -77,8 +76,8 @@ class SuperpipelineTrainerMixin:
         """Refuse a class in which the Trainer's methods come first, as nothing would stream."""
         super().__init_subclass__(**options)
         order = cls.__mro__
-        trainers = [kind for kind in order if "create_accelerator_and_postprocess" in vars(kind)]
-        trainers = [kind for kind in trainers if not issubclass(kind, SuperpipelineTrainerMixin)]
+        others = [kind for kind in order if not issubclass(kind, SuperpipelineTrainerMixin)]
+        trainers = [kind for kind in others if "create_accelerator_and_postprocess" in vars(kind)]
         if trainers and order.index(trainers[-1]) < order.index(SuperpipelineTrainerMixin):
             bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise TypeError(
@@ -100,13 +99,15 @@ class SuperpipelineTrainerMixin:
                 "`streaming=PipelineOptions(k=3)`."
             )
         self.streaming = streaming or PipelineOptions()
+        # Transformers shows warnings alone, unless it is asked for more; accelerate does so in the first process.
+        logger = import_module("accelerate.logging").get_logger("transformers.sp_lightning")
+        self._narrator = Narrator(logger.warning, self.streaming.k_prime)
         self.pipelines: list[Pipeline] = []
         self._streamed_others: list[nn.Module] = []  # models that were prepared before training
         self._streamed_scope: ExitStack | None = None
-        # of each streamed model, for all of its runs
-        self._meetings: WeakKeyDictionary[nn.Module, Meetings] = WeakKeyDictionary()
+        self._meetings: dict[nn.Module, Meetings] = {}  # of each streamed model, for all of its runs
         given = (model, *positional, *named.values())
-        if any(isinstance(each, str) for each in given):
+        if str in map(type, given):
             for each in given:
                 _load_on_cpu(each)
         super().__init__(model, *positional, **named)  # type: ignore[call-arg]
@@ -116,19 +117,21 @@ class SuperpipelineTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         _check(self)
         _load_on_cpu(self.args)  # for a reference
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # or models would be replicated
-        prepare = self.accelerator.prepare_model
+        self.args._n_gpu = 1  # or models would be replicated
+        accelerator = self.accelerator
+        prepare, backward = accelerator.prepare_model, accelerator.backward
 
         def prepare_model(model: Any, *_: Any, **__: Any) -> Any:
             if self._streamed_scope is None:
                 self._streamed_others.append(model)
             else:
                 self._stream(model, trains=True)
+                accelerator.backward = self.pipelines[-1].in_all_processes()(backward)
             return prepare(model, device_placement=False, evaluation_mode=True)
 
-        self.accelerator.prepare_model = prepare_model
-        self.accelerator.no_sync = lambda model: self._meetings[model].without_averages()
-        self.accelerator.clip_grad_norm_ = nn.utils.clip_grad_norm_
+        accelerator.prepare_model = prepare_model
+        accelerator.no_sync = lambda model: self._meetings[model].without_averages()
+        accelerator.clip_grad_norm_ = nn.utils.clip_grad_norm_
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Leave the model in CPU memory."""
@@ -139,6 +142,7 @@ class SuperpipelineTrainerMixin:
         with self._while_streaming():
             output = super().train(*args, **kwargs)  # type: ignore[misc]
             self._share_weights()  # the last ones may be those of the best checkpoint
+            self._narrator.end(self.pipelines[-1])
             return output
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,8 +157,10 @@ class SuperpipelineTrainerMixin:
         """Take the Trainer's step, in which a loss may use weights outside of their modules."""
         for pipeline in self.pipelines:
             self._meetings[pipeline.module].begin_step(pipeline)
-        with step_of_all(self.pipelines), self.pipelines[-1].in_all_processes():
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        with step_of_all(self.pipelines):
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        next(self._batches, None)
+        return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the Trainer's step of an evaluation or a prediction."""
@@ -163,12 +169,12 @@ class SuperpipelineTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         """Load the optimizer's state into CPU memory, in the first process of each machine alone."""
-        args, follows = self.args, self._meetings[self.model].follows
-        self.args = copy(args)
+        follows = self._meetings[self.model].follows
+        state = self.args.distributed_state
         self.args.distributed_state = None  # several processes would load it onto their GPUs
         with config.patch("load.mmap", follows):  # type: ignore[attr-defined]
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        self.args = args
+        self.args.distributed_state = state
         if follows:
             self.optimizer.state.clear()
 
@@ -196,7 +202,7 @@ class SuperpipelineTrainerMixin:
     def _stream(self, model: nn.Module, trains: bool = False) -> None:
         """Stream a model until the scope ends, unless it already does."""
         assert self._streamed_scope is not None
-        if any(pipeline.module is model for pipeline in self.pipelines):
+        if model in [pipeline.module for pipeline in self.pipelines]:
             return
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             name = type(model).__name__
@@ -206,24 +212,22 @@ class SuperpipelineTrainerMixin:
                 "as `args=SFTConfig(...)`."
             )
         if model not in self._meetings:
-            self._meetings[model] = Meetings(_processes(self.args))
+            processes = None
+            if self.args.world_size > 1:
+                processes = Processes(int(environ["LOCAL_WORLD_SIZE"]), self.args.ddp_timeout_delta)
+            self._meetings[model] = Meetings(processes)
         meetings = self._meetings[model]
         meetings.begin_run(trains)
         pipeline = Pipeline(
             model,
             self.args.device,
             options=self.streaming,
-            planner=AutoPlanner(),
+            planner=AutoPlanner(self._narrator.measured),
             processes=meetings.processes,
         )
         self.pipelines.append(self._streamed_scope.enter_context(pipeline))
-
-
-def _processes(args: Any) -> Processes | None:
-    """Return the engine's handle to all processes that a launcher has started; None if there is only one."""
-    if args.world_size == 1:
-        return None
-    return Processes(int(environ["LOCAL_WORLD_SIZE"]), timedelta(seconds=args.ddp_timeout))
+        self._narrator.show(pipeline, [], trains)
+        self._batches = self._streamed_scope.enter_context(closing(self._narrator.watch(pipeline)))
 
 
 def _load_on_cpu(args: Any) -> None:
@@ -238,7 +242,6 @@ def _check(trainer: Any) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     precision, compiler = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
     kind = accelerator.distributed_type.value
-    is_scaled = precision not in ("no", "bf16")
     refused = {
         "know how many processes this machine runs: start them by `torchrun` or `accelerate launch`": (
             args.world_size > 1 and "LOCAL_WORLD_SIZE" not in environ
@@ -248,9 +251,12 @@ def _check(trainer: Any) -> None:
         "work with `parallelism_config`: leave it out": getattr(args, "parallelism_config", None),
         f"work with dynamo's {compiler}, of `torch_compile=True` or `accelerate launch`: "
         "use `PipelineOptions(compile=True)`": compiler != "NO",
-        f"work with the precision {precision}, of `fp16=True` or `accelerate launch`: use `bf16=True`": is_scaled,
-        "work with `fp16_full_eval=True`: use `bf16=True`": args.fp16_full_eval,
-        "work with `bf16_full_eval=True`: use `bf16=True`": args.bf16_full_eval,
+        f"work with the precision {precision}, of `fp16=True` or `accelerate launch`: use `bf16=True`": (
+            precision not in ("no", "bf16")
+        ),
+        "work with `fp16_full_eval=True` or `bf16_full_eval=True`: use `bf16=True`": (
+            args.fp16_full_eval or args.bf16_full_eval
+        ),
         "work with `precompute_ref_log_probs=True` on a GPU: leave it out": (
             args.device.type != "cpu" and getattr(args, "precompute_ref_log_probs", False)
         ),

@@ -21,9 +21,9 @@ SIZES = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_h
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def llama() -> nn.Module:
+def llama(**others: Any) -> nn.Module:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **others}))
 
 
 def t5() -> nn.Module:
@@ -116,7 +116,7 @@ def grpo_case(model: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 def build(case: str, folder: Path, streams: bool, trainer: Any = None, **others: Any) -> Any:
     name, options, given = CASES[case]
-    of_trl = name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+    of_trl = name not in ("Trainer", "Seq2SeqTrainer")
     kind = name.removesuffix("Trainer")
     library = import_module("trl" if of_trl else "transformers")
     trainer = trainer or getattr(library, name)
@@ -129,19 +129,18 @@ def build(case: str, folder: Path, streams: bool, trainer: Any = None, **others:
         options["gradient_checkpointing"] = True
     elif of_trl:
         options["gradient_checkpointing"] = False
-    data = rows() if name == "SFTTrainer" else pairs()
-    made = {"model": llama} | given
+    made = {"model": llama, "train_dataset": rows if name == "SFTTrainer" else pairs} | given
     given = {name: make() for name, make in made.items()}
     if not of_trl:
-        data = rows(labeled=True)
+        given["train_dataset"] = rows(labeled=True)
         given["data_collator"] = transformers.DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=4)
     if "eval_strategy" in options:
-        given["eval_dataset"] = data
+        given["eval_dataset"] = given["train_dataset"]
     if streams:
         trainer = type("Streamed", (SuperpipelineTrainerMixin, trainer), {})
         given["streaming"] = PipelineOptions(k=2, memory_budget=None)
     given["processing_class"] = tokenizer()
-    return trainer(args=arguments(str(folder), **options), train_dataset=data, **given)
+    return trainer(args=arguments(str(folder), **options), **given)
 
 
 def everything(trainer: Any, folder: Path) -> dict[str, Any]:

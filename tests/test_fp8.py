@@ -26,8 +26,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from sp_lightning import optim
+from sp_lightning import Assumptions, optim, plan
 from sp_lightning.pipeline.activations import offload
+from sp_lightning.planning import known
+from sp_lightning.planning.estimate import estimate
+from sp_lightning.planning.known import named_model, rates_of_gpu, rates_of_host
+from sp_lightning.planning.report import Report
+from sp_lightning.planning.work import Workload
 
 from .helpers import Run, Trace, assert_same_trace, attached, frozen, note_state
 from .lightning_modules import Placed, fit_placed, plain, streamed, trainer
@@ -282,3 +287,52 @@ def test_a_gpu_compiles_the_casts() -> None:
         assert shared.streaming(options)["compile"] is True
         options.fp8 = False
         assert "compile" not in shared.streaming(options)
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+def planned(gpu: str, **given: Any) -> Report:
+    assumed = {"fp8": True, "precision": "bf16-true", "moments": "int8", "host_memory": "64GiB", **given}
+    return plan(
+        named_model("Qwen3-8B"), Assumptions(**{**rates_of_gpu(gpu), **rates_of_host("desktop DDR5"), **assumed})
+    )
+
+
+def test_plans_say_whether_fp8_pays() -> None:
+    many, few = (planned("4090", tokens=tokens, gradient_clip_val=1.0) for tokens in (8192, 1024))
+    assert many.in_16_bits.tokens_per_second < many.best.tokens_per_second
+    assert f"its numbers are not exact. Without FP8: {many.in_16_bits.speed} tokens/s" in str(many)
+    assert "convert_to_float8_training" in str(many)
+    assert "SuperpipelineStrategy(compile=True)" in str(many)
+    assert "FP8 does not pay here, so leave out `--fp8`" in str(few)
+    assert known.recipe("Qwen3-8B", many.best.given).endswith("--fp8")
+    assert not known.recipe("Llama-3.1-8B", many.best.given)
+
+
+def test_plans_price_casts() -> None:
+    """As torchao's own run on H100s does, which is 1.25 times as fast with FP8."""
+
+    def work(name: str = "Llama-3.1-8B", **given: Any) -> Workload:
+        assumed = {**rates_of_gpu("H100"), "tokens": 8192, "precision": "bf16-true", "fp8": True, **given}
+        return estimate(named_model(name), Assumptions(**assumed))[0]
+
+    def seconds(workload: Workload) -> float:
+        return sum(unit.forward_seconds + unit.backward_seconds for unit in workload.everything)
+
+    assert 1.2 < seconds(work(fp8=False)) / seconds(work()) < 1.25
+    assert seconds(work(fp8=False)) < seconds(work(fp8_gain=1.0))
+    kept, in_fp8 = (work(fp8=fp8).units[3].way("keep") for fp8 in (False, True))
+    assert (kept.held, kept.working) < (in_fp8.held, in_fp8.working)
+    mixed = [work(fp8=fp8, precision="bf16-mixed").units[3].weight_bytes for fp8 in (False, True)]
+    assert mixed[1] == pytest.approx(2 * mixed[0], rel=0.01), "autocast casts no weights that torchao casts"
+
+
+def test_gains_have_sources_and_cards() -> None:
+    gains = known.known("fp8").values()
+    cards = [card for entry in gains for card in entry["cards"]]
+    assert len(set(cards)) == len(cards)
+    assert set(cards) == known.known("gpus").keys() - {"RTX 3060", "RTX 3090", "RTX A6000", "T4", "A10", "A100"}
+    assert all("https://" in entry["source"] and 1 < entry["low"] <= entry["high"] < 2 for entry in gains)
+    with pytest.raises(ValueError, match="`fp8` needs a GPU of compute capability 8.9 or newer"):
+        planned("3090")

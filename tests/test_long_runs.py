@@ -59,6 +59,8 @@ def test_with_a_model_the_same_command_continues(capsys):
 
     first = lines()
     capsys.readouterr()
+    assert any(line.startswith("Checkpoints in out/checkpoints (last.ckpt and best.ckpt); ") for line in first)
+    assert "27 chats in 14 rows of 256 tokens; for validation, 3 chats in 2 rows" in first
     steps = torch.load("out/checkpoints/last.ckpt", weights_only=True)["global_step"]
     assert f"{steps} steps; --steps or --epochs takes another number" in first
     assert any(re.fullmatch(r"Step 5, \d+ s left", line) for line in first)
@@ -79,6 +81,19 @@ def test_with_a_model_the_same_command_continues(capsys):
     assert folders == [
         f"runs/finetune_chat{name}" for name in ("/logs/version_0", "_2/logs/version_0", "/logs/version_1")
     ]
+
+
+def test_a_run_that_has_ended_takes_no_step_again(capsys):
+    """Its last steps are saved, whatever --save-every is; more steps continue it."""
+    Path("text.txt").write_text("one two three four five six " * 12, encoding="utf-8")
+    arguments = [*TINY, "--text=text.txt", "--length=8", "--batch-size=2", "--save-every=3", "--resume"]
+    first = run("finetune_lm", *arguments, "--steps=4", output="out")
+    assert "has ended" not in capsys.readouterr().out
+    assert_same(run("finetune_lm", *arguments, "--steps=4", output="out"), first)
+    assert "\nThis run has ended at step 4, and no step was trained: --no-resume begins" in capsys.readouterr().out
+    more = run("finetune_lm", *arguments, "--steps=5", output="out")
+    assert "has ended" not in capsys.readouterr().out
+    assert_same(more, run("finetune_lm", *arguments, "--steps=5", output="whole"))
 
 
 def write_chats() -> None:
@@ -198,6 +213,8 @@ def test_the_learning_rate_suits_the_size(capsys):
         ("finetune_lm", ["--steps=0"], "--steps"),
         ("finetune_lm", ["--heads=3"], "--hidden 128 must be an even multiple of --heads 3"),
         ("finetune_lm", ["--text=nowhere.txt"], "--text: nowhere.txt: no such file"),
+        ("finetune_lm", ["--model=./nowhere"], "--model: ./nowhere: no such folder"),
+        ("finetune_lm", ["--model=text.txt"], "--model: text.txt: no such folder"),
         ("finetune_lm", ["--k=0"], "--k: 0 is neither 'auto' nor an integer of at least 1"),
         ("finetune_lm", ["--k=2", "--k-prime=3"], "k_prime"),
         ("finetune_lm", ["--save=/proc/mine/lm.ckpt"], "--save: /proc/mine: nothing can be written there"),
@@ -226,6 +243,17 @@ DATA = {
     "finetune_lm": "text", "finetune_chat": "chats", "finetune_preferences": "pairs", "finetune_diffusion": "images",
     "finetune_vlm": "examples", "finetune_vision": "images", "fabric_loop": "text", "pretrain": "text",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["finetune_lm", "finetune_chat", "pretrain"])
+def test_a_model_that_is_nowhere(script, monkeypatch):
+    """No folder has its name, and neither the hub nor what is left of it on this machine."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_chats()
+    data = "--chats=chats.jsonl" if script == "finetune_chat" else "--text=chats.jsonl"
+    says = "error: --model no/where: there is no such folder, and the hub has no such model for this recipe, or is not"
+    with pytest.raises(SystemExit, match=says):
+        import_module(script).main(["--accelerator=cpu", "--model=no/where", data])
 
 
 @pytest.mark.parametrize("script", DATA)

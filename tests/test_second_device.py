@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from .helpers import assert_same_trace
+from .helpers import assert_close_trace, assert_same_trace
 from .processes import Fork, forks
 from .second_device.build import build, why_not
 
@@ -184,3 +185,18 @@ def test_two_devices_do_what_one_does(environment: dict[str, str], tmp_path: Pat
         weights.append(torch.load(path))
     assert len(weights[0]) > 40
     assert_same_trace(*weights)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
+def test_two_devices_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
+    """With Hugging Face's Trainer, two devices do what its DDP does on the CPU, whose attention rounds otherwise."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(ROOT / "tests/second_device/two_trainers.py")]
+    there = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    on_devices = {**environment, **there, "SECOND_DEVICE_COUNT": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+    weights = []
+    for name, variables in {"devices": on_devices, "cpu": {**os.environ, **there, "CUDA_VISIBLE_DEVICES": ""}}.items():
+        ended = run(variables, *launch, str(tmp_path / name))
+        assert ended.returncode == 0, ended.stderr[-5_000:]
+        weights.append(torch.load(tmp_path / name / "weights.pt"))
+    assert len(weights[0]) > 20
+    assert_close_trace(*weights)

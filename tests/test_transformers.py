@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from accelerate import DistributedType
+from accelerate import DistributedType, ParallelismConfig
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -132,6 +134,8 @@ def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ValueError, match=f"does not work with {kind.value}: leave it out"):
             build("Trainer", tmp_path, streams=True)
         monkeypatch.undo()
+    with pytest.raises(ValueError, match="does not work with `parallelism_config`: leave it out"):
+        build("Trainer", tmp_path, streams=True, parallelism_config=ParallelismConfig())
     trainer = build("Trainer", tmp_path, streams=True)
     trainer.model.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with pytest.raises(ValueError, match="LlamaForCausalLM was loaded with a `device_map` of several devices"):
@@ -197,6 +201,21 @@ def test_streaming_takes_options(streaming: Any) -> None:
         sp_lightning.transformers.SuperpipelineTrainer(llama(), streaming=streaming)
 
 
+def test_a_run_says_once_what_streams(tmp_path: Path) -> None:
+    """And what came of it, by transformers' logger; a plan that was said is not said again."""
+    trainer = build("SFT", tmp_path, streams=True, max_steps=8, gradient_accumulation_steps=1)
+    said: list[str] = []
+    logger = logging.getLogger("transformers.sp_lightning")
+    with patch.object(logger, "handle", lambda record: said.append(record.getMessage())):
+        trainer.train()
+        trainer.evaluate(rows())
+        trainer.predict(rows())
+    plan, outcome = said
+    assert "superpipeline runs LlamaForCausalLM as follows:\ndevice  " in plan
+    assert re.search(r"\nunits +5: 2 at a time on the CPU", plan)
+    assert re.search(r"superpipeline: 8 batches, \d+ unit loads .* A batch takes .* The device computes \d+%", outcome)
+
+
 def test_names_that_are_relied_on(tmp_path: Path) -> None:
     """See [Note: names of transformers and accelerate]; on a device, tests/gpu shows what comes of it."""
     called: list[str] = []
@@ -205,7 +224,7 @@ def test_names_that_are_relied_on(tmp_path: Path) -> None:
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             self.args._n_gpu = 0
-            for name in ("prepare_model", "clip_grad_norm_", "no_sync"):
+            for name in ("prepare_model", "clip_grad_norm_", "no_sync", "backward"):
                 note(self.accelerator, name)
 
         def _move_model_to_device(self, *_: Any) -> None:
@@ -218,7 +237,8 @@ def test_names_that_are_relied_on(tmp_path: Path) -> None:
     trainer = build("Trainer", tmp_path, streams=False, trainer=Seen, max_steps=2, gradient_accumulation_steps=2)
     assert called == ["_move_model_to_device"]
     trainer.train()
-    assert called[1:] == ["prepare_model", "no_sync", "clip_grad_norm_", "no_sync", "clip_grad_norm_"]
+    a_step = ["no_sync", "backward", "backward", "clip_grad_norm_"]
+    assert called[1:] == ["prepare_model", *a_step, *a_step]
     assert trainer.args.n_gpu == 0
     assert trainer.__dict__.get("_mixed_mesh_grads", False) is False
     named = {name for name in dir(SuperpipelineTrainerMixin) if "stream" in name} | {"pipelines"}

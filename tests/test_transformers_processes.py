@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 import transformers
+from torch import nn
 
 from sp_lightning.pipeline import Processes
 
@@ -131,6 +132,19 @@ def resumed() -> None:
     in_one_folder(check)
 
 
+def shorter() -> nn.Module:
+    """Return a model whose last layer the second process leaves out."""
+    model = llama()
+    model.config.num_hidden_layers -= dist.get_rank()
+    return model
+
+
+def a_layer_is_left_out() -> None:
+    """No process waits in backward for what another one does not compute."""
+    with patch.dict(CASES, shorter=("Trainer", {}, {"model": shorter})):
+        assert_as_ddp("shorter", **ONCE)
+
+
 def grpo() -> None:
     """Completions differ in length, and so does how often a process calls the model; a reference streams beside it."""
 
@@ -162,6 +176,7 @@ CHECKS = [
     the_best_model,
     resumed,
     grpo,
+    a_layer_is_left_out,
 ]
 
 

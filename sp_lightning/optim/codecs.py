@@ -14,11 +14,13 @@ even.
 
 from __future__ import annotations
 
+import platform
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
@@ -34,8 +36,10 @@ near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp",
 I8, I16, I32, F32 = np.int8, np.int16, np.int32, np.float32
 U8, U16, U32 = np.uint8, np.uint16, np.uint32
 
+# Torch has its CPU kernels in several builds. Only in that for old x86 processors the compiler fuses nothing.
+_FUSES = platform.machine() not in ("x86_64", "AMD64") or torch.backends.cpu.get_cpu_capability().startswith("AVX")
 _FILES = ("codecs.py", "layout.py", "rules.py")
-SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES))
+SOURCES = zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in _FILES), int(_FUSES))
 """Numba's cache on disk looks at a kernel's file only.
 
 A kernel's name there has this number, so changes recompile it.
@@ -47,11 +51,14 @@ A kernel's name there has this number, so changes recompile it.
 
 @intrinsic
 def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, rounded once."""
+    """Return a * b + c, rounded once where torch's kernels do so."""
     number = types.float32
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
+        if _FUSES:
+            return builder.fma(*arguments)
+        factor, other_factor, summand = arguments
+        return builder.fadd(builder.fmul(factor, other_factor), summand)
 
     return number(number, number, number), generate
 

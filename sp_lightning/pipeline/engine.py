@@ -39,6 +39,7 @@ from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.stats import Progress, Stats
 from sp_lightning.pipeline.weights.autocast import Autocasts, Lowering
 from sp_lightning.pipeline.weights.segment import HostMemory
+from sp_lightning.pipeline.weights.weight import GradientLife
 from sp_lightning.pipeline.window.window import Window
 
 SHARE_OF_FREE_MEMORY = 0.9  # the budget, as a share of free device memory, if the user gives none
@@ -170,8 +171,8 @@ class Engine:
     def _drop_used_without_room(self) -> None:
         """Drop gradients that a step has used, unless each process of the host has room for twice as much."""
         count = 1 if self.processes is None else self.processes.box.count
-        gradients = self.stream.gradient_of.values()
-        nbytes = sum(gradient.weight.nbytes for gradient in gradients if gradient.is_used)
+        weights = self.stream.gradient_of
+        nbytes = sum(weight.nbytes for weight in weights if weight.gradient_life is GradientLife.USED)
         if not has_room_for(2 * count * nbytes):
             self.stream.drop_used()
 

@@ -77,6 +77,9 @@ class Assumptions:
         host_bandwidth: Bandwidth at which the optimizer reads and writes CPU memory, in GB/s.
         memory_bandwidth: Bandwidth of CPU memory for cores and copies at once, in GB/s. None is 1.5 times
             `host_bandwidth`.
+        fp8: Whether torchao multiplies in FP8, in all linear layers but the head. This rounds: numbers are others.
+        fp8_gain: How many times as fast as in 16 bits the GPU multiplies in FP8, at least. None if it cannot.
+        fp8_gain_at_best: The same at the highest speed. None is `fp8_gain`.
         precision: The Trainer's `precision`.
         accumulate: The Trainer's `accumulate_grad_batches`.
         gradient_clip_val: The Trainer's `gradient_clip_val`: by norm, which needs all gradients first. 0 does not clip,
@@ -106,6 +109,9 @@ class Assumptions:
     device_bandwidth: float = 1000.0
     host_bandwidth: float = 60.0
     memory_bandwidth: float | None = None
+    fp8: bool = False
+    fp8_gain: float | None = 1.5
+    fp8_gain_at_best: float | None = None
     precision: Precision = "bf16-mixed"
     gradient_clip_val: float | None = None
     accumulate: int = 1
@@ -147,6 +153,8 @@ class Assumptions:
                 f"`optimizer={self.optimizer!r}` cannot be planned: its step takes a closure, or sparse gradients. "
                 "Plan with another one that keeps as much state."
             )
+        if self.fp8 and self.fp8_gain is None:
+            raise ValueError("`fp8` needs a GPU of compute capability 8.9 or newer, such as an RTX 40 or an H100.")
         for name, nbytes in {"device_memory": self.device_bytes, "host_memory": self.host_bytes}.items():
             if nbytes < _LEAST_MEMORY:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
@@ -161,10 +169,11 @@ class Assumptions:
         clipped = "not clipped" if self.gradient_clip_val is None else "clipped by norm"
         desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
+        in_fp8 = f", {self.fp8_gain} times as fast in FP8 at least," if self.fp8 else ""
         return (
             f"{devices} with {readable_bytes(self.device_bytes)}, "
             f"{readable_bytes(self.bytes_of_others)} of it for CUDA {desktop}, "
-            f"{speed} TFLOP/s and {self.link:g} GB/s each way; "
+            f"{speed} TFLOP/s{in_fp8} and {self.link:g} GB/s each way; "
             f"{readable_bytes(self.host_bytes)} of RAM at {self.host_bandwidth:g} GB/s, "
             f"{readable_bytes(self.host_bytes - self.host_room)} of it for the system; "
             f"{trained}{self.tokens:,} tokens in a batch{rows}{batches}, gradients {clipped}."

@@ -51,6 +51,9 @@ _NOT_EACH = re.compile(r"norm\w*\.linear$|\b(ff_context|add_[qkv]_proj|to_add_ou
 _ATTENTION_BACK = 2.5
 # a mixture's experts that are modules of their own
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
+# bytes of GPU memory that a compiled cast to FP8 reads and writes for a number, looking for the largest one first; and
+# one that also changes the layout, as gradients of weights are products over tokens
+_OF_CAST, _OF_CAST_BACK = 5, 7
 _BOTH_WAYS = 1.7  # the rate that copies in both directions reach together, by that of one of them
 # the rate of host memory if cores and copies use it at once, by the rate that the optimizer alone reaches
 _MEMORY_FOR_ALL = 1.5
@@ -76,7 +79,11 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     if given.lora is not None:
         _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype)
     division = find_units(module, given.units, given.resident, given.device_bytes)
-    cast = weights_of_cast_layers(module) if is_mixed else ()
+    cast = weights_of_cast_layers(module) if is_mixed else set()
+    # torchao's own casts need them as they are
+    for part in module.modules():
+        if _in_fp8(part, given, vocabulary):
+            cast -= set(map(id, part.parameters()))
     for weight in [weight for unit in division.units for weight in unit.weights]:
         if dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
@@ -106,7 +113,7 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
     matrices = chain(*(_matrices(unit, given, model) for unit in division.all_units()))
-    heads = [shape for _, shape in matrices if shape[0] in model.vocabulary]
+    heads = [shape for _, shape, _ in matrices if shape[0] in model.vocabulary]
     turn = sum(_OF_LOGITS * 4 * given.tokens * shape[0] for shape in heads)
     if given.loss == "chunked":
         width = 2 if given.precision in _HALF else 4
@@ -166,8 +173,18 @@ def assumed_machine(given: Assumptions) -> Machine:
     return replace(machine, host_memory=memory * 1e9)
 
 
-def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[tuple[str, torch.Size]]:
-    """Yield the shapes of all weights that a unit multiplies tokens with, and the names of their layers.
+def _in_fp8(layer: nn.Module, given: Assumptions, vocabulary: Collection[int]) -> bool:
+    """Tell whether torchao converts a layer: a linear one but the head, with sizes that are multiples of 16."""
+    return (
+        given.fp8
+        and type(layer) is nn.Linear
+        and layer.out_features not in vocabulary
+        and layer.in_features % 16 == layer.out_features % 16 == 0
+    )
+
+
+def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[tuple[str, torch.Size, bool]]:
+    """Yield the shapes of all weights that a unit multiplies tokens with, the names of their layers, whether in FP8.
 
     Tables are looked up, diffusion models' modulation is computed once for an image, their tokens pass one of two
     halves of a block, and adapters are next to nothing. A mixture has as many experts here as a token passes.
@@ -182,15 +199,30 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
         experts = getattr(module, "num_experts", None)
         for weight in module.parameters(recurse=False):
             if chosen is not None and weight.dim() == 3 and weight.shape[0] == experts:
-                yield from [(name, weight.shape[1:])] * chosen
+                yield from [(name, weight.shape[1:], False)] * chosen
             elif weight.dim() > 1 and min(weight.shape[:2]) > (given.lora or 0):
-                yield name.rpartition(".")[2], weight.shape
+                in_fp8 = _in_fp8(module, given, model.vocabulary)
+                yield name.rpartition(".")[2], weight.shape, in_fp8
+
+
+def _casts(shapes: Sequence[torch.Size], given: Assumptions, share: float) -> tuple[float, float, int]:
+    """Return the seconds of casts to FP8 in forward and in backward, and the bytes that those of a layer take.
+
+    A `share` of the weights of these shapes is trained. Tensors that are saved for backward have 16 bits, so backward
+    casts them again.
+    """
+    rate = REACHED_OF_MEMORY * given.device_bandwidth * 1e9
+    inputs, outputs = (given.tokens * sum(shape[side] for shape in shapes) for side in (1, 0))
+    numbers = sum(shape.numel() for shape in shapes)
+    back = _OF_CAST * numbers + _OF_CAST_BACK * (share * inputs + outputs)
+    largest = max((shape.numel() + given.tokens * sum(shape) for shape in shapes), default=0)
+    return _OF_CAST * (inputs + numbers) / rate, back / rate, largest
 
 
 def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequence[Policy]) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
     matrices = [*_matrices(unit, given, model)]
-    shapes = [shape for _, shape in matrices]
+    shapes = [shape for _, shape, _ in matrices]
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
     weights = sum(weight.nbytes for weight in unit.weights)
     masters = sum(weight.nbytes for weight in trained)
@@ -203,9 +235,11 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     if given.devices > 1:
         added += given.devices * gradients + masters
     rate = given.compute * 1e12
-    forward = 2 * given.tokens * sum(shape.numel() for shape in shapes) / rate
+    gain = given.fp8_gain or 1
+    multiplied = sum(shape.numel() / (gain if in_fp8 else 1) for _, shape, in_fp8 in matrices)
+    forward = 2 * given.tokens * multiplied / rate
     # scores and sums by them; each token of a language model looks at those before it
-    width = sum(shape[_QUERIES[layer]] for layer, shape in matrices if layer in _QUERIES)
+    width = sum(shape[_QUERIES[layer]] for layer, shape, _ in matrices if layer in _QUERIES)
     pairs = given.tokens * min(given.tokens, given.length)
     attention = (2 if model.vocabulary else 4) * pairs * width / rate
     is_mixed = given.precision.endswith("mixed")
@@ -213,7 +247,11 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     inputs = (2 if is_mixed else 1) * nbytes * shapes[0][-1] if shapes else 0
     moved = sum(shape[-1] + (0 if shape[0] in model.vocabulary else shape[-2]) for shape in shapes)
     saved = max(inputs, int((_SAVED_MIXED if is_mixed else _SAVED) * nbytes * moved))
-    call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved), repeatable=True)
+    share = masters / max(1, weights)  # of the weights whose gradients are computed
+    converted = [shape for _, shape, in_fp8 in matrices if in_fp8]
+    casts, casts_back, cast = _casts(converted, given, share)
+    call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved) + cast, repeatable=True)
+    once = forward + attention + casts
     is_free = given.optimizer_on == "auto"
     work = work_of(
         unit,
@@ -226,10 +264,10 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     )
     return replace(
         work,
-        forward_seconds=forward + attention,
+        forward_seconds=once,
         # it multiplies once for the input's gradient, and once more for the gradient of each trained weight
-        backward_seconds=forward * (1 + masters / max(1, weights)) + _ATTENTION_BACK * attention,
+        backward_seconds=forward * (1 + share) + _ATTENTION_BACK * attention + casts_back,
         step_bytes=work.step_bytes + lowered + added,
-        ways=ways_of([call], forward + attention, policies),
+        ways=ways_of([call], once, policies),
         piece_bytes=bytes_of_step(sum(weight.master.numel() for weight in trained)) if given.moments else 0,
     )

@@ -22,7 +22,7 @@ from torch import nn
 
 from sp_lightning.planning.assumptions import Assumptions
 
-Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "hosts", "recipes"]
+Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "fp8", "hosts", "recipes"]
 Entry: TypeAlias = dict[str, Any]
 # pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
 _SIDE, _PIXELS = 512, 16
@@ -58,7 +58,7 @@ def gpu_named(name: str) -> str | None:
 
 
 def rates_of_gpu(name: str) -> Entry:
-    """Return the assumptions about a card: its memory, its link, and its lowest and highest speed."""
+    """Return the assumptions about a card: its memory, its link, its lowest and highest speed, and FP8's gains."""
     gpu = gpu_named(name)
     if gpu is None:
         raise ValueError(
@@ -67,12 +67,15 @@ def rates_of_gpu(name: str) -> Entry:
         )
     entry = known("gpus")[gpu]
     reach = known("reaches")[entry["reach"]]
+    gains: Entry = next((each for each in known("fp8").values() if gpu in each["cards"]), {})
     return {
         "device_memory": entry["device_memory"],
         "link": entry["link"],
         "device_bandwidth": entry["memory_bandwidth"],
         "compute": entry["peak"] * reach["low"],
         "compute_at_best": entry["peak"] * reach["high"],
+        "fp8_gain": gains.get("low"),
+        "fp8_gain_at_best": gains.get("high"),
     }
 
 
@@ -119,6 +122,10 @@ def recipe(name: str, given: Assumptions) -> str:
     }
     typed = " ".join(f"--{option} {value}" for option, value in options.items())
     command: str = script["full" if given.lora is None else "lora"]
+    if given.fp8:
+        if "has_fp8" not in script:
+            return ""
+        typed += " --fp8"
     return f"{command.format(hub=entry['hub'], lora=given.lora)} {size} {typed}"
 
 

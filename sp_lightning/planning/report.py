@@ -25,6 +25,7 @@ _LONG_TIMES = ((172_800, 86_400, "days"), (5_400, 3_600, "hours"), (90, 60, "min
 _HEAD = f"{'':<34}{'GPU memory':>11}{'RAM':>11}{'step':>11}  bottleneck"
 _PLACES = {"device": "GPU memory", "host": "RAM"}
 _WIDTH = 110
+_PAYS = 1.05  # times as fast as in 16 bits, from which FP8 is worth its rounding
 _RANK = 16  # rank of the adapters that are planned if training all weights does not fit
 _GIB = 2**30
 _NANOSECOND = 1e-9
@@ -141,7 +142,7 @@ class Row:
     def code(self) -> str:
         """Return the code in Python, with only those arguments that are not the default."""
         given = self.given
-        of_strategy = _typed(given, _OF_STRATEGY)
+        of_strategy = _typed(given, _OF_STRATEGY) + ["compile=True"] * given.fp8
         strategy = f"SuperpipelineStrategy({', '.join(of_strategy)})" if of_strategy else "'superpipeline'"
         of_trainer = [f"strategy={strategy}", f"precision={given.precision!r}", *_typed(given, _OF_TRAINER)]
         optimizer = f"torch.optim.{given.optimizer}(model.parameters())"
@@ -150,6 +151,8 @@ class Row:
         lines = [optimizer, f"Trainer({', '.join(of_trainer)})"]
         if self.has_logits and given.loss == "chunked":
             lines.insert(0, "sp_lightning.loss_in_slices(model)")
+        if given.fp8:
+            lines.insert(0, "torchao.float8.convert_to_float8_training(blocks)  # of the model")
         return "\n".join(f"    {line}" for line in lines)
 
 
@@ -162,6 +165,7 @@ class Report:
     rows: Sequence[Row]  # the requested row, then those with more compact moments
     # if nothing fits, changes with which training fits: each has been planned
     remedies: Sequence[tuple[str, Row]] = ()
+    in_16_bits: Row | None = None  # the best row without FP8, if that was asked for
 
     @property
     def best(self) -> Row:
@@ -190,13 +194,25 @@ class Report:
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
         slow, fast = best.tokens_per_second
+        precision = given.precision + " that multiplies in FP8" * given.fp8
         return (
-            f"{self.title} fits with {given.optimizer_words} in {given.precision}, including the first steps: "
+            f"{self.title} fits with {given.optimizer_words} in {precision}, including the first steps: "
             f"{best.memory}.\n"
             f"Estimated speed: {best.speed} tokens/s ({readable_hours(1e6 / fast, 1e6 / slow)} per million); a step of "
             f"{given.tokens_in_step:,} tokens takes {readable_seconds(step.seconds)}"
             f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}."
+            f"{self.advice()}"
         )
+
+    def advice(self) -> str:
+        """Return whether FP8 pays, as a line; nothing if it was not asked for."""
+        other = self.in_16_bits
+        if other is None:
+            return ""
+        verdict = "FP8 does not pay here, so leave out `--fp8`"
+        if self.best.tokens_per_second[0] > _PAYS * other.tokens_per_second[0]:
+            verdict = "FP8 rounds, so its numbers are not exact"
+        return f"\n{verdict}. Without FP8: {other.speed} tokens/s."
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -230,7 +246,10 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     rows = [plan_row(module, way) for way in ladder(given)]
     fits = any(row.step is not None for row in rows)
     remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
-    return Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
+    report = Report(title, f"{parameters:,} parameters in {rows[0].units} units.", rows, remedies)
+    if given.fp8 and fits:
+        report = replace(report, in_16_bits=plan_row(module, replace(report.best.given, fp8=False)))
+    return report
 
 
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
@@ -245,7 +264,8 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
         return replace(row, error=error)
     at_best = None
     if given.compute_at_best is not None:
-        faster = estimate_work(model, replace(given, compute=given.compute_at_best))
+        gain = given.fp8_gain_at_best or given.fp8_gain
+        faster = estimate_work(model, replace(given, compute=given.compute_at_best, fp8_gain=gain))
         at_best = choose(faster, machine, budget, host_budget=host_budget)
     first = first_host_bytes(workload, first_choice(workload, budget, host_budget))
     return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
@@ -278,23 +298,22 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
             yield "with `loss_in_slices(model)` (`--loss chunked`)", replace(given, loss="chunked")
         if given.activations != "auto":
             yield "with `activations='auto'`", replace(given, activations="auto")
-        batch = given.tokens
-        while batch % 2 == 0 and batch > given.length:
-            batch //= 2
-            many = given.accumulate * given.tokens // batch
-            yield (
-                f"in batches of {batch:,} tokens, {many} of them in a step (`--tokens {batch} --accumulate {many}`)",
-                replace(given, tokens=batch, accumulate=many),
-            )
-    else:
-        if given.accumulate > 1:
-            batch = given.tokens * given.accumulate
-            yield (
-                f"in one batch of {batch:,} tokens instead of {given.accumulate}",
-                replace(given, tokens=batch, accumulate=1),
-            )
-        if given.gradient_clip_val is not None:
-            yield "without clipping", replace(given, gradient_clip_val=None)
+    elif given.accumulate > 1:
+        batch = given.tokens * given.accumulate
+        yield (
+            f"in one batch of {batch:,} tokens instead of {given.accumulate}",
+            replace(given, tokens=batch, accumulate=1),
+        )
+    batch = given.tokens
+    while batch % 2 == 0 and batch > given.length:
+        batch //= 2
+        many = given.accumulate * given.tokens // batch
+        yield (
+            f"in batches of {batch:,} tokens, {many} of them in a step (`--tokens {batch} --accumulate {many}`)",
+            replace(given, tokens=batch, accumulate=many),
+        )
+    if last.error.place == "host" and given.gradient_clip_val is not None:
+        yield "without clipping", replace(given, gradient_clip_val=None)
     if given.lora is None:
         yield f"with LoRA on a frozen base (`--lora {_RANK}`)", replace(first.given, lora=_RANK)
 

@@ -6,7 +6,7 @@ Long work shows its progress in a bar in a terminal, and elsewhere in a line for
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,51 +27,75 @@ from sp_lightning.pipeline import (
     readable_bytes,
 )
 from sp_lightning.planning.report import readable_seconds
-from sp_lightning.trainer import FabricNamespace, Namespace, is_fitting
+from sp_lightning.timeline import break_down
+from sp_lightning.trainer import FabricNamespace, is_fitting
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 # the budget to try next, as a share of one that did not suffice: fragmentation took the rest
 _SMALLER_BUDGET = 0.85
+_SETTLING_BATCHES = 5  # first ones of a run, in which the engine learns, measures and plans
 
 
 class Narrator:
-    """Reports the plan and the result of a run, if the Trainer prints a model summary or has our callback."""
+    """Reports the plan and the result of a run.
 
-    def __init__(self, lightning: Namespace, k_prime: int) -> None:
-        self._lightning = lightning
+    Args:
+        say: Shows a line to users.
+        k_prime: The option.
+        summary: A Trainer of Lightning asks for reports if it has such a callback, or ours.
+    """
+
+    def __init__(self, say: Callable[[str], object], k_prime: int, summary: Any = ()) -> None:
+        self._say = say
         self._k_prime = k_prime
+        self._summary = summary
         self.is_asked = False  # whether our callback asks for reports
         self._said: set[Hashable] = set()
         self._tells_outcome = False
+        self._limits = ""  # what limits a step, in words, if one was recorded
 
     def begin(self, trainer: Trainer, pipeline: Pipeline | None, optimizers: Sequence[str]) -> None:
         """Print the plan, if it is a new one, with how each optimizer steps."""
-        callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
-        is_asked = self.is_asked or any(isinstance(callback, self._lightning.summary) for callback in callbacks)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        is_asked = self.is_asked or any(isinstance(callback, self._summary) for callback in callbacks)
         self._tells_outcome = False
-        if pipeline is None or not is_asked:
-            return
+        if pipeline is not None and is_asked:
+            self.show(pipeline, optimizers, is_fitting(trainer))
+
+    def show(self, pipeline: Pipeline, optimizers: Sequence[str], trains: bool) -> None:
+        """Print the plan, if it is a new one, and report what comes of it at the end."""
         rows = pipeline.summary().rows()
         if optimizers:
             rows.append(("activations", pipeline.options.activations))
         plan = as_table([*rows, *(("optimizer", words) for words in dict.fromkeys(optimizers))])
         is_new = self._is_new(plan)
         if is_new:
-            self._lightning.info(plan)
-        self._tells_outcome = is_new or is_fitting(trainer)
+            self._say(f"superpipeline runs {type(pipeline.module).__name__} as follows:\n{plan}")
+        self._tells_outcome = is_new or trains
 
     def measured(self, plan: WindowPlan) -> None:
         """Report the plan that was made by measuring the first steps."""
         # times are left out, because they differ each time
         if self._is_new(plan.window):
-            self._lightning.info(f"superpipeline: {planned(plan, self._k_prime)}")
+            self._say(f"superpipeline: {planned(plan, self._k_prime)}")
+
+    def watch(self, pipeline: Pipeline) -> Generator[None, None, None]:
+        """Record the batch after those in which the engine learns; `next` follows each batch."""
+        self._limits = ""
+        for _ in range(_SETTLING_BATCHES):
+            yield
+        with pipeline.record() as recording:
+            yield
+        recording.steps = recording.steps[-1:]  # an evaluation may precede it
+        numbers = break_down(recording)
+        self._limits = f" A batch takes {readable_seconds(numbers.seconds)}. {numbers.headline()}"
 
     def end(self, pipeline: Pipeline | None) -> None:
         """Report the streaming of the run, if the plan was shown."""
         if self._tells_outcome and pipeline is not None:
-            self._lightning.info(outcome(pipeline.stats, pipeline.summary()))
+            self._say(outcome(pipeline.stats, pipeline.summary()) + self._limits)
 
     def _is_new(self, what: Hashable) -> bool:
         """Tell whether something is about to be said for the first time."""

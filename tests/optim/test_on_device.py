@@ -41,6 +41,8 @@ def test_one_kernel_is_near(monkeypatch: pytest.MonkeyPatch, case: int) -> None:
     forget_kernels(monkeypatch)
     cls, options, scaling, dtype = CASES[(1, 5, 2, 4)[case]]
     moments = "int8" if case > 1 else "fp32"
+    if moments == "int8" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("inductor writes vector code for this kernel that it cannot compile on a CPU without AVX2")
     compare(cls, {"moments": moments, **options}, scaling, dtype, torch.device("cpu"), is_one=True)
     assert all(one_kernel._KERNELS.values())
     assert len(one_kernel._KERNELS) == (1 if dtype == torch.bfloat16 else 2), "gradients come in both dtypes"

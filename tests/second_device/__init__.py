@@ -5,7 +5,7 @@
 - `kernels.cpp` has the CPU's kernels, over the memory of the device, instead of CUDA's;
 - `build.py` compiles both, with two headers in `include` that CUDA's compiler would bring;
 - `device.py` has a process use them;
-- `two_devices.py` trains on two of them.
+- `two_devices.py` trains on two of them, and `two_trainers.py` with Hugging Face's Trainer.
 
 `tests/test_second_device.py` runs the tests of `tests/gpu` on it, in a process of their own. It computes at once, and
 so tells nothing about time, unless something is made to lag (gpu/unkind.py). It has no kernels that exist for CUDA

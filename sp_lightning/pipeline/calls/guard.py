@@ -56,7 +56,7 @@ from sp_lightning.pipeline.units.unit import Member, Residency
 from sp_lightning.pipeline.weights.autocast import LoweredParameter, Lowering
 from sp_lightning.pipeline.weights.leaf import CopiedPlainly, EagerLeaf, TwinParameter, see_all_uses
 from sp_lightning.pipeline.weights.quantized import QuantizedWeight
-from sp_lightning.pipeline.weights.weight import DepartedLeaf, Life, Twin, Weight, become, form_of
+from sp_lightning.pipeline.weights.weight import DepartedLeaf, GradientLife, Life, Twin, Weight, become, form_of
 
 
 class Guard:
@@ -142,7 +142,8 @@ class Guard:
         stream = self._stream
         gradient = stream.gradient_of[weight]
         is_there = gradient.tensor is not None or gradient in stream.pending
-        if not (is_there or gradient.of_segment.is_consumed or weight.has_used_gradient):
+        is_spent = weight.gradient_life is GradientLife.SPENT
+        if not (is_there or is_spent or gradient.of_segment.is_consumed):
             return
         # True if the gradient is set to None, False if it is zeroed, None if it is read.
         to_none = zeroing() if reads else True
@@ -155,7 +156,7 @@ class Guard:
         if to_none is not None:
             gradient.zero(to_none)
             return
-        if weight.has_used_gradient and weight.unit.is_stepped_elsewhere and optimizer_steps.depth:
+        if is_spent and weight.unit.is_stepped_elsewhere and optimizer_steps.depth:
             return  # another process steps this weight; the optimizer's own code skips it here
         gradient.check_readable()
         with self._at_work:

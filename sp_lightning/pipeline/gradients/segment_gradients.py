@@ -19,14 +19,14 @@ from sp_lightning.pipeline.lanes.lanes import Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import GradientLayout, Segment
-from sp_lightning.pipeline.weights.weight import Weight, used_in_backward, used_in_step
+from sp_lightning.pipeline.weights.weight import GradientLife, Weight, used_in_backward, used_in_step
 
 
 class Gradient:
     """The gradient of one weight."""
 
     __slots__ = (
-        "expected_dtype", "factors", "is_on_device", "is_sum", "is_used", "norm", "of_segment", "tensor", "weight",
+        "expected_dtype", "factors", "is_on_device", "is_sum", "norm", "of_segment", "tensor", "weight",
     )  # fmt: skip
 
     def __init__(self, weight: Weight, of_segment: SegmentGradients) -> None:
@@ -41,7 +41,6 @@ class Gradient:
         # An update multiplies the gradient by each of these: the inverse of a loss scale, a clipping factor.
         self.factors: tuple[Tensor, ...] = ()
         self.is_on_device = False  # whether `tensor` stays on the device until the unit is updated
-        self.is_used = False  # whether an optimizer's step has used `tensor`
         self.is_sum = False  # whether `tensor` was added up on the device, in memory of its own
 
     @property
@@ -64,13 +63,13 @@ class Gradient:
         self.norm = norm
         self.is_on_device = is_on_device
         self.is_sum = is_sum
-        self.is_used = False
+        self.weight.note_gradient(GradientLife.OURS)
 
     def check_readable(self) -> None:
         """Raise if the gradient cannot be read or changed, because a step has used it, and it was dropped."""
         if self.of_segment.is_consumed:
             raise used_in_backward(self.weight.name)
-        if self.weight.has_used_gradient:
+        if self.weight.gradient_life is GradientLife.SPENT:
             raise used_in_step(self.weight.name, "it is to be read, or clipped")
 
     def scale(self, factor: Tensor) -> None:
@@ -99,14 +98,14 @@ class Gradient:
         """Drop the engine's tensor, if there is one."""
         self.tensor = self.norm = None
         self.factors = ()
-        self.is_used = False
+        self.weight.note_gradient(GradientLife.NONE)
 
     def zero(self, to_none: bool) -> None:
         """Do what `zero_grad` does with the gradient: make it None, or zeros."""
         if self.of_segment.is_consumed:
             raise used_in_backward(self.weight.name)
         self.drop()
-        self.weight.has_used_gradient = False
+        self.weight.gradient_life = GradientLife.NONE
         if not to_none:
             # A GPU-side update reads all gradients in one place.
             is_on_device = self.of_segment.stored is Stored.ON_DEVICE

@@ -22,7 +22,7 @@ from sp_lightning.pipeline.operations import run_hooks
 from sp_lightning.pipeline.processes.averages import Averages
 from sp_lightning.pipeline.torch_private import tensor_hooks
 from sp_lightning.pipeline.units.unit import Unit
-from sp_lightning.pipeline.weights.weight import Weight
+from sp_lightning.pipeline.weights.weight import GradientLife, Weight
 from sp_lightning.pipeline.window.window import Window
 
 
@@ -215,7 +215,7 @@ class GradientStream:
         """Drop the engine's gradients that a step has used; a user's `.grad` stays until the user zeroes it."""
         for gradient in gradients:
             if gradient.tensor is not None:
-                gradient.weight.has_used_gradient = True
+                gradient.weight.note_gradient(GradientLife.SPENT)
             gradient.drop()
 
     def drop_used(self, on_host_too: bool = True) -> None:
@@ -224,7 +224,8 @@ class GradientStream:
         Those on the device leave as the next step begins, which needs the memory. Those on the host stay for a loop
         that adds to them, until weights get other places.
         """
-        used = [gradient for gradient in self.gradient_of.values() if gradient.is_used]
+        gradients = self.gradient_of.values()
+        used = [gradient for gradient in gradients if gradient.weight.gradient_life is GradientLife.USED]
         self.consume([gradient for gradient in used if on_host_too or gradient.is_on_device])
 
     def forget(self) -> None:

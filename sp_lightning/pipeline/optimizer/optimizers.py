@@ -50,7 +50,7 @@ from sp_lightning.pipeline.optimizer.staying import States, move_state
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.processes.distributed import Processes
 from sp_lightning.pipeline.torch_private import replace_wrapped, stand_in_for
-from sp_lightning.pipeline.weights.weight import used_in_step
+from sp_lightning.pipeline.weights.weight import GradientLife, used_in_step
 
 
 class Optimizers:
@@ -109,7 +109,7 @@ class Optimizers:
                     )
             for gradient in optimizer_weights.gradients:
                 weight = gradient.weight
-                if weight.has_used_gradient and not gradient.of_segment.is_consumed:
+                if weight.gradient_life is GradientLife.SPENT and not gradient.of_segment.is_consumed:
                     raise used_in_step(weight.name, f"{type(optimizer).__name__} steps it")
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
@@ -138,7 +138,8 @@ class Optimizers:
                 # The optimizer skips parameters without a gradient.
                 for gradient in optimizer_weights.gradients:
                     weight = gradient.weight
-                    weight.has_used_gradient |= weight.master.grad is not None
+                    if weight.master.grad is not None:
+                        weight.gradient_life = GradientLife.SPENT
                     weight.master.grad = None
             elif optimizer_weights.gradients:
                 self._steps.settle()
@@ -170,7 +171,8 @@ class Optimizers:
                 self._step_in_backward = None
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:
-                    gradient.is_used = gradient.tensor is not None
+                    if gradient.tensor is not None:
+                        gradient.weight.note_gradient(GradientLife.USED)
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)
             self._steps.visits.end_step()
@@ -273,7 +275,7 @@ class Optimizers:
             if optimizer not in self._known_optimizers:
                 self._accept(optimizer)
             optimizer_weights = self._weights_of(optimizer)
-            if any(weight.has_used_gradient for weight in optimizer_weights.weights):
+            if any(weight.gradient_life is GradientLife.SPENT for weight in optimizer_weights.weights):
                 return None  # its `step()` will raise an error
             return EarlyStep(optimizer, optimizer_weights, self._steps, keeps_gradients)
 

@@ -8,7 +8,6 @@ users who read `optimizer.state`. Linux keeps both views of a file alike.
 from __future__ import annotations
 
 import errno
-import fcntl
 import math
 import mmap
 import os
@@ -37,10 +36,10 @@ PAGE = 4096
 """Requests past the cache need memory, offsets and sizes that are multiples of this."""
 
 _IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
-_OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs")
+_OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs")
+_NOT_DRIVES = {**dict.fromkeys(_IN_RAM, "in CPU memory"), **dict.fromkeys(_OVER_NETWORK, "over a network")}
 SHARE_OF_FREE_RAM = 0.8
 """The part of free RAM that state may take; programs, loaders and gradients on their way take more with time."""
-_CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def padded(nbytes: int) -> int:
@@ -55,11 +54,9 @@ def check_folder(folder: str) -> None:
     with _open(folder):
         device = os.stat(folder).st_dev
     kind = _type_of_file_system(device)
-    if kind in _IN_RAM:
-        raise ValueError(f"`nvme_path={folder!r}` is {kind}, which is CPU memory. Name a folder on a drive.")
-    if kind in _OVER_NETWORK:
+    if kind in _NOT_DRIVES:
         raise ValueError(
-            f"`nvme_path={folder!r}` is {kind}: it is on another machine. Name a folder on a drive of this one."
+            f"`nvme_path={folder!r}` is {kind}, {_NOT_DRIVES[kind]}. Name a folder on a drive of this machine."
         )
     if device == os.stat("/").st_dev:
         warnings.warn(
@@ -100,11 +97,18 @@ class StateFile:
         weakref.finalize(self, file.close)
         self.fd = file.fileno()
         try:
-            _reserve(self.fd, nbytes)
+            found = os.fstatvfs(self.fd)
+            free = found.f_bavail * found.f_frsize
+            if nbytes > free:  # or the attempt would fill the drive
+                raise OSError(errno.ENOSPC, f"{readable_bytes(free)} are free")
+            # where a file system cannot reserve room, the C library writes zeros
+            os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
             raise ValueError(
                 f"`nvme_path={folder!r}` has no room for {readable_bytes(nbytes)} of optimizer state: {error.strerror}."
             ) from error
+        import fcntl  # only Linux has it
+
         try:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_RDWR | os.O_DIRECT)
         except OSError:
@@ -141,20 +145,6 @@ class StateFile:
         self._pages.madvise(mmap.MADV_DONTNEED, *place)
 
 
-def _reserve(fd: int, nbytes: int) -> None:
-    """Give a file its size, and room on the drive if the file system can reserve that."""
-    found = os.fstatvfs(fd)
-    free = found.f_bavail * found.f_frsize
-    if nbytes > free:  # or the attempt would fill the drive
-        raise OSError(errno.ENOSPC, f"{readable_bytes(free)} are free")
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _CANNOT_RESERVE:
-            raise
-        os.ftruncate(fd, nbytes)
-
-
 # ------------------------------------------------------------------------------------- which state is on the drive
 
 
@@ -186,8 +176,7 @@ class StatePlaces:
         """Raise unless an optimizer makes one pass over memory, so that its state can pass through RAM."""
         why_not = why_not_by_unit(optimizer)
         if why_not is None:
-            passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
-            if all(each.is_possible for each in passes):
+            if all(OnePass(optimizer, settings).is_possible for settings in settings_of(optimizer, fused)):
                 return
             why_not = f"{type(optimizer).__name__} with these options makes more than one pass over its state"
         raise ValueError(
@@ -211,7 +200,7 @@ class StatePlaces:
         files: dict[int, StateFile] = {}
         for gradient, state in states.items():
             weight = gradient.weight
-            place = places[weight.master]
+            place = places.get(weight.master)
             if place is None:
                 return {}
             if any(state.get(name) is not value for name, value in place.state.items()):
@@ -248,8 +237,9 @@ class StatePlaces:
     def _reserved(self, states: Mapping[Weight, Mapping[str, Tensor]]) -> dict[Weight, _Place]:
         """Return places for states like these, in a new file."""
         places: dict[Weight, _Place] = {}
-        if states:
-            file, offset = StateFile(self.folder, sum(map(_nbytes, states.values()))), 0
+        nbytes = sum(map(_nbytes, states.values()))
+        if nbytes:
+            file, offset = StateFile(self.folder, nbytes), 0
             for weight, state in states.items():
                 places[weight] = place = _Place(weight.unit.name, file, {})
                 for name, value in _without_count(state):
@@ -262,8 +252,9 @@ def _state_of(step: Step, gradient: Gradient) -> dict[str, Tensor]:
     """Return the state of a weight; before its first step that which it will make, without memory."""
     weight = gradient.weight
     one_pass = step.one_passes[step.optimizer_weights.gradients[gradient]]
-    state: dict[str, Tensor] = step.optimizer.state.get(weight.master, {})
-    return state or one_pass.make_state(torch.empty_like(weight.engine_memory, device="meta"))
+    return step.optimizer.state.get(weight.master) or one_pass.make_state(
+        torch.empty_like(weight.engine_memory, device="meta")
+    )
 
 
 def _without_count(state: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:

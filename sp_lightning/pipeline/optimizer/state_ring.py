@@ -42,24 +42,22 @@ BUFFER = 8 << 20
 BUFFERS = 8
 CUT = 1 << 17
 """Weights are cut at multiples of this number of elements: each field of a part has whole pages, scales too."""
-_BEFORE_ALL_OTHERS = -(1 << 40)  # a rank
+_BEFORE_ALL_OTHERS = -(1 << 40)  # the rank of the first job whose pieces are read; those of others are not negative
 
 
-class Part(NamedTuple):
-    """A range of the elements of a weight, with all its state, in the map of a file."""
+class Piece(NamedTuple):
+    """A range of the elements of a weight, whose state fits in a buffer."""
 
     number: int  # the number of the weight in its step
     begin: int
     end: int
     file: StateFile
-    state: dict[str, Any]  # tensors, by the names of `Memory`
-    nbytes: int  # the bytes that it takes in a buffer
+    state: dict[str, Any]  # tensors in the map of the file, by the names of `Memory`
+    nbytes: int  # of whole pages
 
 
-def pieces_of(states: Sequence[tuple[StateFile, Memory]]) -> Iterator[list[Part]]:
-    """Divide weights into pieces whose state fits in a buffer; each is in a file."""
-    piece: list[Part] = []
-    room = BUFFER
+def pieces_of(states: Sequence[tuple[StateFile, Memory]]) -> Iterator[Piece]:
+    """Divide weights into pieces; the file of each has its state."""
     for number, (file, memory) in enumerate(states):
         size = memory.weight.numel()
         state = memory._replace(weight=None)
@@ -71,30 +69,23 @@ def pieces_of(states: Sequence[tuple[StateFile, Memory]]) -> Iterator[list[Part]
             fields = part_of(state, begin, end)._asdict().items()
             tensors = {name: tensor for name, tensor in fields if tensor is not None}
             nbytes = sum(padded(tensor.nbytes) for tensor in tensors.values())
-            if nbytes > room:
-                yield piece
-                piece, room = [], BUFFER
-            room -= nbytes
-            piece.append(Part(number, begin, end, file, tensors, nbytes))
-    if piece:
-        yield piece
+            yield Piece(number, begin, end, file, tensors, nbytes)
 
 
 class UnitOnDrive(Job):
     """The job that steps a unit whose state is on the drive."""
 
     unit: Unit
-    pieces: Iterator[list[Part]]
-    is_next = False  # whether its first pieces are read
+    pieces: Iterator[Piece]
 
 
 class _Buffer:
     """A buffer, which pieces pass through."""
 
     # the piece in it, and the job that steps it
+    piece: Piece
     job: UnitOnDrive | None = None
     unit: Unit | None = None
-    piece: Sequence[Part] = ()
 
     def __init__(self, backend: Backend) -> None:
         self.memory = HostBuffer(BUFFER, backend, pin=False).bytes
@@ -103,17 +94,14 @@ class _Buffer:
 
     def step(self, passes: Sequence[Pass]) -> None:
         """Update the piece by the passes over whole weights."""
-        steps: list[Pass] = []
+        number, begin, end, _, tensors, _ = self.piece
+        state: dict[str, Any] = {}
         offset = 0
-        for part in self.piece:
-            state: dict[str, Any] = {}
-            for name, tensor in part.state.items():
-                state[name] = self.memory[offset : offset + tensor.nbytes].view(tensor.dtype)
-                offset += padded(tensor.nbytes)
-            whole = passes[part.number]
-            memory = part_of(whole.memory, part.begin, part.end)._replace(**state)
-            steps.append(whole._replace(memory=memory, begin=part.begin))
-        run(steps)
+        for name, tensor in tensors.items():
+            state[name] = self.memory[offset : offset + tensor.nbytes].view(tensor.dtype)
+            offset += padded(tensor.nbytes)
+        memory = part_of(passes[number].memory, begin, end)._replace(**state)
+        run([passes[number]._replace(memory=memory, begin=begin)])
 
 
 class StateRing:
@@ -128,7 +116,6 @@ class StateRing:
     def __init__(self, folder: str, backend: Backend, stats: Stats) -> None:
         check_folder(folder)
         self.places = StatePlaces(folder, self.settle)
-        self._folder = folder
         self._backend = backend
         self._stats = stats
         self.worker, self._reader, self._writer = map(backend.add_worker, ("drive", "read", "write"))
@@ -145,7 +132,7 @@ class StateRing:
         try:
             while self._coming and self._coming[0].job is not job:  # it has failed before its update
                 self._coming.popleft()
-            if not job.is_next:
+            if job.rank >= 0:
                 self._begin(job)
             self._read_ahead()
             while self._coming and self._coming[0].job is job:
@@ -161,7 +148,6 @@ class StateRing:
 
     def _begin(self, job: UnitOnDrive) -> None:
         """Read the pieces of a job next, and have it run next."""
-        job.is_next = True
         job.rank = next(self._ranks)
         self._reading = job
 
@@ -171,7 +157,7 @@ class StateRing:
             piece = next(self._reading.pieces, None)
             if piece is None:
                 ready = self.worker.ready_jobs()
-                later = [job for job in ready if isinstance(job, UnitOnDrive) and not job.is_next]
+                later = [job for job in ready if isinstance(job, UnitOnDrive) and job.rank >= 0]
                 self._reading = min(later, key=attrgetter("rank"), default=None)
                 if self._reading is not None:
                     self._begin(self._reading)
@@ -183,30 +169,28 @@ class StateRing:
 
     def _request(self, kind: Kind, buffer: _Buffer, name: str) -> None:
         """Have the piece in a buffer read or written."""
-        nbytes = sum(part.nbytes for part in buffer.piece)
-        job = Job(partial(self._move, kind, buffer, buffer.piece, name), nbytes=nbytes)
+        job = Job(partial(self._move, kind, buffer, buffer.piece, name), nbytes=buffer.piece.nbytes)
         worker = self._writer
         if kind is Kind.READ:
             worker = self._reader
             job.after = [other.ticket for other in self._buffers if other.unit is buffer.unit]
-            self._stats.bytes_to_drive += nbytes
+            self._stats.bytes_to_drive += job.nbytes
         buffer.ticket = self._backend.trace.work(kind, name, job, worker.submit)
 
-    def _move(self, kind: Kind, buffer: _Buffer, piece: Sequence[Part], name: str) -> None:
+    def _move(self, kind: Kind, buffer: _Buffer, piece: Piece, name: str) -> None:
         """Read or write a piece."""
         is_read = kind is Kind.READ
         if is_read:
             self._backend.invalidate(buffer.memory)
         pages = buffer.pages
         try:
-            for part in piece:
-                for tensor in part.state.values():
-                    nbytes = padded(tensor.nbytes)
-                    part.file.move(is_read, pages[:nbytes], part.file.offset_of(tensor))
-                    pages = pages[nbytes:]
+            for tensor in piece.state.values():
+                nbytes = padded(tensor.nbytes)
+                piece.file.move(is_read, pages[:nbytes], piece.file.offset_of(tensor))
+                pages = pages[nbytes:]
         except OSError as error:
             self._error = self._error or RuntimeError(
-                f"`nvme_path={self._folder!r}`: the drive could not {kind.label} optimizer state of {name!r}: "
+                f"`nvme_path={self.places.folder!r}`: the drive could not {kind.label} optimizer state of {name!r}: "
                 f"{error.strerror}."
             )
             raise self._error from error
@@ -220,7 +204,7 @@ class StateRing:
         """Raise if anything has failed: see [Note: a failure is lasting]."""
         if self._error is not None:
             raise RuntimeError(
-                f"An update with optimizer state in `nvme_path={self._folder!r}` has failed: {self._error} Weights "
+                f"An update with state in `nvme_path={self.places.folder!r}` has failed: {self._error} Weights "
                 "and state do not belong together any more, and are not saved. Continue from the last checkpoint."
             ) from self._error
 

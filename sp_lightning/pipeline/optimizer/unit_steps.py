@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from itertools import chain
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -144,7 +143,8 @@ class UnitSteps:
         if self.drive is not None and files and _are_one_pass(step, updates):
             states = [
                 (files[id(state)], taken(Work(weight, None, state))[0])
-                for weight, _, state, *_ in chain.from_iterable(updates.values())
+                for group_updates in updates.values()
+                for weight, _, state, *_ in group_updates
             ]
             job = on_drive = UnitOnDrive(after=arrivals, cleanup=release)
             on_drive.unit, on_drive.pieces = unit, pieces_of(states)

@@ -218,6 +218,24 @@ class UsesUnderAutocast(Protocol):
         """Note that autocast casts a weight, and return the leaf to cast."""
 
 
+class GradientLife(enum.Enum):
+    """The state of a weight's gradient, as far as it is the engine's.
+
+    NONE ----> OURS ----> USED             a step has used it, and it stays for a loop that adds to it
+      ^         | ^--------' |             backward has added to it
+      '---------+------------+             it was shown as `.grad`, or zeroed
+      ^         '------------+---> SPENT   the engine has dropped it, as a step has used it
+      '------------------------------'     it was zeroed
+    """
+
+    NONE = enum.auto()
+    OURS = enum.auto()
+    """The engine has it, or it is on its way; no step has used it."""
+    USED = enum.auto()
+    SPENT = enum.auto()
+    """To read, clip or step it raises an error, whatever backward brings, until it is zeroed."""
+
+
 class Weight:
     """A weight of the model."""
 
@@ -241,8 +259,7 @@ class Weight:
         self.cast_in = 0  # the number of the graph with the last cast
         # The object that sees uses under autocast; None while the master is not guarded.
         self.lowering: UsesUnderAutocast | None = None
-        # Whether the engine has dropped the gradient that an optimizer's step has used, and it was not zeroed since.
-        self.has_used_gradient = False
+        self.gradient_life = GradientLife.NONE
         self.replacements = 0  # how often the master was found in other memory
         # Whether a forward has written to the weight in a way that torch does not count.
         self.changes_unseen = False
@@ -284,6 +301,12 @@ class Weight:
         self.current_memory = self.engine_memory = host
         self._address = host.data_ptr()
 
+    def note_gradient(self, life: GradientLife) -> None:
+        """Note what has become of the gradient; if it is spent, it stays so until it is zeroed."""
+        assert (self.gradient_life, life) != (GradientLife.NONE, GradientLife.USED), self.name
+        if self.gradient_life is not GradientLife.SPENT:
+            self.gradient_life = life
+
     def write_to_master(self, arrived: Tensor) -> None:
         """Write values to the master that a forward has written on the device."""
         self.master.copy_(arrived)  # torch counts this write
@@ -300,7 +323,7 @@ class Weight:
         """Release host memory: the weight stays on the device, or is not streamed any more."""
         self.current_memory = self.engine_memory = torch.empty(0, dtype=self.dtype, device="cpu")
         self.stays_on_device = True
-        self.has_used_gradient = False  # its `.grad` is the user's from now on
+        self.gradient_life = GradientLife.NONE  # its `.grad` is the user's from now on
         self.casts = {}  # their nodes hold device memory
 
     def locate_master(self) -> int:
