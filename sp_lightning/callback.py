@@ -61,7 +61,8 @@ class CallbackMixin(_Base):
         # the steps of a run, some of which are recorded
         self._steps: Generator[None, bool, None] | None = None
         self._numbers: Breakdown | None = None  # of the latest recording
-        self._times: dict[str, float] = {}  # the times that a recording has measured since the last log
+        # the times that a recording has measured since the last log
+        self._times: dict[str, float] = {}
         self._logged_step: int | None = None
 
     @override

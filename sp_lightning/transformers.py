@@ -105,7 +105,8 @@ class SuperpipelineTrainerMixin:
         self.pipelines: list[Pipeline] = []
         self._streamed_others: list[nn.Module] = []  # models that were prepared before training
         self._streamed_scope: ExitStack | None = None
-        self._meetings: dict[nn.Module, Meetings] = {}  # of each streamed model, for all of its runs
+        # of each streamed model, for all of its runs
+        self._meetings: dict[nn.Module, Meetings] = {}
         given = (model, *positional, *named.values())
         if str in map(type, given):
             for each in given:

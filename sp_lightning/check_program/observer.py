@@ -49,7 +49,8 @@ class Label(NamedTuple):
 
     what: str
     when: str = ""
-    must_repeat: bool = True  # in a second run of plain training; a metric may be a time or a throughput
+    # in a second run of plain training; a metric may be a time or a throughput
+    must_repeat: bool = True
 
     def __str__(self) -> str:
         return f"{self.what} {self.when}".strip()

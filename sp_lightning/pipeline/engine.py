@@ -99,7 +99,8 @@ class Engine:
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
         self.drive = None if options.nvme_path is None else StateRing(options.nvme_path, backend, self.stats)
-        self.least_budget: int | None = None  # the smallest budget of several processes, after they have met
+        # the smallest budget of several processes, after they have met
+        self.least_budget: int | None = None
         self.waiting = WaitingGradients(self.memory, self)
         self.staying = StayingUnits(device, self.optimizers.states, processes)
         self.planner = planner
@@ -152,7 +153,8 @@ class Engine:
         So is the state of optimizers, unless this is `for_good` and the host has no room for it. Gradients that a step
         has used stay where they still exist, if this is `for_good` and the host has room for them.
         """
-        with ExitStack() as parts:  # the last one comes first, and none is left out if another one fails
+        # the last one comes first, and none is left out if another one fails
+        with ExitStack() as parts:
             parts.callback(self.memory.keep, [])
             parts.callback(self.staying.move_all_to_host, self.module, may_leave_state=for_good)
             if hasattr(self, "guard"):  # the last part that is made before the module is changed

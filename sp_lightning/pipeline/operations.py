@@ -3,6 +3,20 @@
 Torch tells `__torch_function__` of each operation on an instance of its class. A weight has several objects (a master,
 a leaf, values on the device), and the operation's name tells which of them the program means.
 
+[Note: which object an operation means]
+    what it asks for     of a master, in a step        of a leaf that was dropped     of a lowered leaf (autocast.py)
+    DEVICE               the device                    the leaf                       the leaf
+    DTYPE                the master                    the leaf                       the master
+    METADATA             the master                    the leaf                       the leaf
+    GRADIENT             the gradient, as `.grad`      the master                     the leaf
+    MEMORY               its leaf, or the master (*)   the leaf                       the leaf
+    ALIAS, DATA          its leaf, or the master (*)   the master                     the weight in its own dtype
+    IN_PLACE             its leaf, or the master (*)   the master                     the weight in its own dtype
+    VALUES               the weight on the device      the master                     a leaf for each cast, or as above
+
+(*) The leaf if a module has it, and else the master. Between steps, a master means itself, once what is under way has
+ended. guard.py has the first column, weight.py the second.
+
 [Note: tensors in anything]
 All arguments and outputs of a unit are searched for tensors, so that no weight can hide there. Python's garbage
 collector knows which objects an object refers to: its slots and attributes, the rest of an iterator, the arguments of a

@@ -261,7 +261,8 @@ class Pipeline:
         with self._calls.alone():
             if averages is not None:
                 with self._story.at_work:
-                    averages.begin_pass()  # a node before the first gradient may wait for other processes, too
+                    # a node before the first gradient may wait for other processes, too
+                    averages.begin_pass()
             yield
         if averages is not None and averages.has_begun:
             self._story.add_up_with_others()
@@ -330,7 +331,8 @@ class Pipeline:
             self._restore()
         except BaseException:
             self._parts.drop_work()
-            self._restore()  # an interrupt may have come in the middle: the parts that it has skipped run now
+            # an interrupt may have come in the middle: the parts that it has skipped run now
+            self._restore()
             raise
 
     def _restore(self) -> None:

@@ -264,10 +264,12 @@ def code_of_step(optimizer: Optimizer, group: dict[str, Any]) -> CodeOfStep:
     """
     step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     stepped = stand_in_for(optimizer)
-    for lent in ("grad_scale", "found_inf"):  # by a GradScaler to fused kernels, for the user's own call
+    # by a GradScaler to fused kernels, for the user's own call
+    for lent in ("grad_scale", "found_inf"):
         vars(stepped).pop(lent, None)
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        vars(stepped)[check] = lambda: None  # it asks the driver for its devices at each call, for 0.1 ms
+        # it asks the driver for its devices at each call, for 0.1 ms
+        vars(stepped)[check] = lambda: None
     stepped.param_groups = [group]
 
     def run(state: dict[Tensor, dict[str, Any]]) -> None:
@@ -285,7 +287,8 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
     """
     step = type(optimizer).step
     in_object = vars(optimizer).get("step", step)
-    wrapped = getattr(in_object, "__wrapped__", None)  # a mock has no such attribute, and all others
+    # a mock has no such attribute, and all others
+    wrapped = getattr(in_object, "__wrapped__", None)
     by_a_scheduler = hasattr(in_object, "_wrapped_by_lr_sched") and wrapped is step
     if in_object is not step and not by_a_scheduler:
         return True
@@ -324,7 +327,8 @@ def hide_from_dynamo(modules: Iterable[ModuleType]) -> None:
     below it is compiled. `torch.compiler.disable` covers one function: with `recursive`, nothing below it is compiled;
     without, dynamo goes on to trace each function of the engine that it calls. Torch hides its own packages this way.
     """
-    from torch._dynamo import trace_rules  # takes a second: only once there is something to attach to
+    # takes a second: only once there is something to attach to
+    from torch._dynamo import trace_rules
 
     for module in modules:
         trace_rules.SKIP_DIRS.append(str(module.__file__).removesuffix("__init__.py"))
@@ -358,7 +362,8 @@ def explain_graph_break(function: Callable[..., Any], reason: str) -> None:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wrapped, in a class that is not public; else the module itself."""
-    dynamo: Any = sys.modules.get("torch._dynamo")  # importing takes seconds; it is there if anything is wrapped
+    # importing takes seconds; it is there if anything is wrapped
+    dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod
     return module

@@ -42,7 +42,8 @@ OF_SYSTEM = 6 * 2**30
 OF_CONTEXT = 2**29
 """Bytes of device memory that CUDA takes in each process."""
 
-_OF_DESKTOP, _OF_DESKTOP_ON_HOST = 2**30, 3 * 2**30  # bytes of device and host memory that a desktop takes
+# bytes of device and host memory that a desktop takes
+_OF_DESKTOP, _OF_DESKTOP_ON_HOST = 2**30, 3 * 2**30
 _SHOWN, _SOLD = 125, 128  # GiB of host memory: a system shows the first of the second, 62.5 of 64
 _MOMENT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / GROUP}  # with a scale for each group
 # short names and full ones
@@ -258,7 +259,8 @@ class Assumptions:
 @lru_cache(maxsize=4096)  # a model has few shapes
 def _state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Return the bytes of an optimizer's state for a weight; None if its step takes no such weight."""
-    if optimizer in COMPACT:  # two moments; to make an optimizer imports torch._dynamo, which takes a second
+    # two moments; to make an optimizer imports torch._dynamo, which takes a second
+    if optimizer in COMPACT:
         return 2 * math.prod(shape) * dtype.itemsize
     weight = torch.empty(shape, dtype=dtype, device="meta")
     state = state_after_dry_step(OPTIMIZERS[optimizer], [{"params": [weight]}])

@@ -31,7 +31,8 @@ from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
 from sp_lightning.planning.memory import device_bytes, host_bytes
 from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
 
-_WAITS_FOR_MEMORY = 0.5  # the part of computing that is limited by the device's memory, which others take from it
+# the part of computing that is limited by the device's memory, which others take from it
+_WAITS_FOR_MEMORY = 0.5
 
 
 def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
@@ -157,7 +158,8 @@ class _Pass:
 
     def _run_backward(self) -> None:
         """Run through a backward, and visits in it."""
-        freed: list[float] = []  # when the places of units were freed, in the order in which they stream
+        # when the places of units were freed, in the order in which they stream
+        freed: list[float] = []
         sent = [0.0] * STAGING_BUFFERS
         begun = 0.0
         for number in (*reversed(range(self._resident)), self._resident):
@@ -217,7 +219,8 @@ class _Pass:
         for number in self._visiting:
             self._ready[number] = self._come[number] if self._steps_in_backward else max(self._come)
         # gradients that have waited on the device come through few buffers, each freed by a step
-        late = sorted(self._waiting & self._on_host.keys(), reverse=not self._steps_in_backward)  # the next one is last
+        # the next one is last
+        late = sorted(self._waiting & self._on_host.keys(), reverse=not self._steps_in_backward)
         ready = [*self._come]
         for number in late[:-FEW_BUFFERS]:
             self._come[number] = math.inf

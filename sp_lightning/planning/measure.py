@@ -63,7 +63,8 @@ def work_of(
         weight_bytes=sent_bytes(weights),
         gradient_bytes=gradients,
         step_bytes=step_bytes,
-        bytes_on_device=on_host + masters + meanwhile if lives else 0,  # with gradients, as many as masters
+        # with gradients, as many as masters
+        bytes_on_device=on_host + masters + meanwhile if lives else 0,
         update_traffic=_OF_FOREACH * update if meanwhile else update,
         host_bytes=on_host,
         state_bytes=state,
@@ -184,7 +185,8 @@ class FirstSteps:
             return
         scope.close()
         memory = self._engine.backend.memory()
-        if self._memory is not None and memory is not None:  # this includes the memory of operations
+        # this includes the memory of operations
+        if self._memory is not None and memory is not None:
             self.activation_bytes = max(self.activation_bytes, memory.peak - self._memory.allocated)
 
 

@@ -92,7 +92,8 @@ class AutoPlanner(Planner):
     def abandon(self) -> None:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
-            with suppress(Exception):  # the recording is dropped, and work that has failed raises where it is awaited
+            # the recording is dropped, and work that has failed raises where it is awaited
+            with suppress(Exception):
                 measuring.stop()
 
     def _measure(self, engine: Engine) -> FirstSteps | None:

@@ -45,8 +45,10 @@ class UnitWork:
     ways: tuple[Way, ...] = (Way("keep", held=0, working=0),)
     # device memory with gradients and optimizer state, if it stays there; 0 if it may not
     bytes_on_device: int = 0
-    update_traffic: int = 0  # bytes of the device's memory that its update reads and writes, if it lives there
-    piece_bytes: int = 0  # of the device, while it is updated there piece by piece, if it stays there
+    # bytes of the device's memory that its update reads and writes, if it lives there
+    update_traffic: int = 0
+    # of the device, while it is updated there piece by piece, if it stays there
+    piece_bytes: int = 0
     # state, masters and new weights that a visit sends up and down; 0 if it may not visit
     visit_up: int = 0
     visit_down: int = 0
@@ -86,7 +88,8 @@ class Workload:
     outside_bytes: int = 0
     # whether the host adds up gradients as they come: of micro-batches or of several devices
     adds_up: bool = False
-    staging_buffers: int = STAGING_BUFFERS  # that gradients on their way to the host take on the device
+    # that gradients on their way to the host take on the device
+    staging_buffers: int = STAGING_BUFFERS
     # whether gradients may wait on the device until they are used, where the host has no room for them
     may_wait: bool = False
     # whether units may stay on the device from the first step on, where the host has no room for their state
@@ -159,7 +162,8 @@ class Machine:
     # of the device's memory, for the bytes of steps there, and the additional seconds of each of their kernels
     device_memory: float = math.inf
     kernel_seconds: float = 0.0
-    updates: float = 0.0  # the same of updates of units that stream, with all waits; 0 until it was recorded
+    # the same of updates of units that stream, with all waits; 0 until it was recorded
+    updates: float = 0.0
 
     def visit(self, unit: UnitWork, up: int) -> float:
         """Return the seconds of a unit's visit that sends `up` bytes to the device.

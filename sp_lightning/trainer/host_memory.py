@@ -208,7 +208,8 @@ def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -
     if isinstance(optimizer, AdamW):
         return sum(map(optimizer.state_bytes, groups))
     if type(optimizer) not in (*BY_ELEMENT, *BY_WEIGHT, ASGD) or step_is_replaced(optimizer):
-        return 0  # the code of a user's own step may do anything, and would run once more than in plain training
+        # the code of a user's own step may do anything, and would run once more than in plain training
+        return 0
     nbytes = 0
     for group in groups:  # weights of one kind have state of one size
         kinds = Counter((weight.dtype, weight.shape, weight.stride()) for weight in group["params"])

@@ -206,7 +206,8 @@ class Meetings:
     def begin_step(self, pipeline: Pipeline) -> None:
         """Have all processes see the first one's changes: in each training step, and the first of an evaluation."""
         self.share_buffers(pipeline)
-        self.meeting_due |= torch.is_grad_enabled()  # an optimizer may have stepped, or callbacks written to weights
+        # an optimizer may have stepped, or callbacks written to weights
+        self.meeting_due |= torch.is_grad_enabled()
         self.meet(pipeline)
 
     def end_step(self, pipeline: Pipeline | None) -> None:

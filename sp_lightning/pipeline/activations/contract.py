@@ -72,7 +72,8 @@ def may_change(value: Any) -> bool:
     kind = type(value)
     if kind in _CALLABLES:
         return any(map(may_change, gc.get_referents(value)))
-    if isinstance(value, Tensor):  # the second forward gets another one, without attributes that a user has set
+    # the second forward gets another one, without attributes that a user has set
+    if isinstance(value, Tensor):
         has_slots = kind.__basicsize__ > Tensor.__basicsize__
         return not isinstance(value, nn.Parameter) and (has_slots or bool(vars(value)))
     return not (kind in _PLAIN or isinstance(value, (nn.Module, *_BY_IDENTITY)))
@@ -85,7 +86,8 @@ class Snapshot:
         self._modules = modules
         # arguments that may change are not looked at: a unit that gets one keeps its saved tensors anyway
         self._given = [value for value in given if not may_change(value)]
-        self._seen: list[Any] = []  # objects in pictures; holding them keeps their identities from being given again
+        # objects in pictures; holding them keeps their identities from being given again
+        self._seen: list[Any] = []
         self._before = dict(self._read())
 
     def obstacle(self) -> str | None:

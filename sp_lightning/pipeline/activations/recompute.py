@@ -66,7 +66,8 @@ class SecondForwards:
     backend: Backend
     stats: Stats
     calls: Counter[str] = field(default_factory=Counter)  # calls that have ended
-    clean_looks: Counter[str] = field(default_factory=Counter)  # looks in a row that have found nothing
+    # looks in a row that have found nothing
+    clean_looks: Counter[str] = field(default_factory=Counter)
     # second forwards whose outputs were compared with the first's
     comparisons: Counter[str] = field(default_factory=Counter)
     # members for which something was in the way; they keep their saved tensors from then on
@@ -84,7 +85,8 @@ class UnitCall:
         self.saved: list[ref[Kept]] = []  # what the forward saves, in order
         self.may_be_dropped = False  # whether that can be recomputed; decided when the call is over
         self._member = ref(member)
-        self._twins = [entry.weight.twin for entry in member.entries]  # twins that the call computes with
+        # twins that the call computes with
+        self._twins = [entry.weight.twin for entry in member.entries]
         self._shared = shared
         self._bytes_before = shared.stats.activation_bytes
         self._inputs = Inputs(shared.saved, args, kwargs)
@@ -151,7 +153,8 @@ class UnitCall:
         if any(entry.is_changed for entry in kept):
             return False  # such a change must raise in backward, as it does in plain training
         saved = [storage_key(entry.tensor) for entry in kept if entry.tensor is not None]
-        hidden: list[Any] = []  # an output with hidden objects cannot be compared with that of the second forward
+        # an output with hidden objects cannot be compared with that of the second forward
+        hidden: list[Any] = []
         held_anyway = self._inputs.storages.union(map(storage_key, tensors_in(output, hidden)))
         return not hidden and not held_anyway.issuperset(saved)
 

@@ -130,7 +130,8 @@ class Calls:
             if active_ddp() and torch.is_grad_enabled():
                 raise RuntimeError(DDP_AVERAGES_NOTHING)
             with self.alone(), self._step_of_call():
-                return member.module(*args, **kwargs)  # the module may be a member of another unit by now
+                # the module may be a member of another unit by now
+                return member.module(*args, **kwargs)
         if member.compiled is not None and member.module._compiled_call_impl is None:
             forward = member.compiled
         compute = partial(forward, *args, **kwargs)

@@ -105,7 +105,8 @@ class EarlyStep(Step):
             state = self.optimizer.state
             for parameter in parameters_of(self.optimizer):
                 if parameter in state and parameter not in self._had_state:
-                    state[parameter] = state.pop(parameter)  # torch makes state in the order of parameters
+                    # torch makes state in the order of parameters
+                    state[parameter] = state.pop(parameter)
         for of_segment in self.stepped:
             of_segment.unit.update.is_early_in_all_processes = False
             of_segment.acknowledge_step()

@@ -120,7 +120,8 @@ def _copy_of_number(tensor: Tensor) -> Tensor:
 def refuse_copies(optimizer: Optimizer) -> None:
     """Raise if an optimizer is to step a leaf, which is on the device in place of a weight."""
     for parameter in parameters_of(optimizer):
-        if isinstance(parameter, TwinParameter):  # it has no gradient, so an optimizer would silently skip it
+        # it has no gradient, so an optimizer would silently skip it
+        if isinstance(parameter, TwinParameter):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps a copy of weight {parameter.weight.name!r} that is on "
                 "the GPU only while it is used there; the weight itself would never "
@@ -217,7 +218,8 @@ class Step:
                 weight.locate_master()
             state: dict[str, Any] = {}
             settings = self.settings[self.optimizer_weights.gradients[gradient]]
-            if type(self.optimizer) is not SGD or settings["momentum"] != 0:  # otherwise torch keeps no state
+            # otherwise torch keeps no state
+            if type(self.optimizer) is not SGD or settings["momentum"] != 0:
                 state = self.optimizer.state[weight.master]
                 if not state:
                     self.awaited.add(weight.unit)

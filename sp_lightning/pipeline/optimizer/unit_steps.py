@@ -119,7 +119,8 @@ class UnitSteps:
                 inputs[gradient] = tensor, inputs[gradient][1]
             self.window.stats.bytes_to_host += late.nbytes
             self.window.stats.late_gradients += 1
-            arrivals.append(late)  # it keeps the gradients on the device until the job has read them
+            # it keeps the gradients on the device until the job has read them
+            arrivals.append(late)
             buffers.append(late.buffer)
         moved_bytes = 0
         for of_segment in by_segment:

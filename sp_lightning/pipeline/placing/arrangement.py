@@ -346,5 +346,6 @@ class Arrangement:
             for twin in (weight.twin, *weight.twins_in_graphs):
                 twin.refuse_gradients()
         self.learned.casts.leave_device()
-        if not any(unit.readers.handles for unit in self.in_window):  # otherwise a graph holds weights
+        # otherwise a graph holds weights
+        if not any(unit.readers.handles for unit in self.in_window):
             self.leave_places()

@@ -373,9 +373,11 @@ class Averages:
         number, box, counters = self._processes.passes, self._processes.box, sums.memory.counters
         tickets = [*self._landing.pop(of_segment), *after]
         measured: Collection[Gradient] = ()
-        if self._routes.measures_norms and box.is_keeper:  # the keeper measures norms for all processes
+        # the keeper measures norms for all processes
+        if self._routes.measures_norms and box.is_keeper:
             measured = sums.brought_anywhere
-            tickets.append(CounterTicket(box, counters[1:], number))  # norms are measured over all shares
+            # norms are measured over all shares
+            tickets.append(CounterTicket(box, counters[1:], number))
         land = partial(sums.land, number, measured)
         own_share = backend.work(Job(land, tickets, cleanup=partial(sums.fail_unless_landed, number)))
         # This process's own error is raised first, and not as if the others were late.

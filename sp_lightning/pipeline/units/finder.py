@@ -42,7 +42,8 @@ _DIVIDED_BLOCK_COUNT = 4  # blocks with lists inside stay whole up to 1/4 of the
 _SMALL_LEAF_DIVISOR = 50  # leaves below 1/50 of the model are not worth streaming on their own,
 # unless they are larger than this: a large model's embedding would fill a small device
 _SMALL_LEAF_BYTES = 256 << 20
-_LEAST_STREAMED = 0.9  # many small leaves add up: if less of the model would stream without them, they do, too
+# many small leaves add up: if less of the model would stream without them, they do, too
+_LEAST_STREAMED = 0.9
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ def _worth_streaming(tree: Tree, pieces: list[Piece]) -> list[Piece]:
 def _join(tree: Tree, pieces: Sequence[Piece], typical: int) -> list[list[nn.Module]]:
     """Join neighbors up to the size of a typical unit in bytes, and leaves that share a weight, wherever they are."""
     groups: list[list[nn.Module]] = []
-    group_of_leaf: dict[Weight, list[nn.Module]] = {}  # the group of the first leaf that has a weight
+    # the group of the first leaf that has a weight
+    group_of_leaf: dict[Weight, list[nn.Module]] = {}
     room = 0  # bytes until the last group has the typical size
     for piece in pieces:
         weights = tree.weights_of(piece.module) if piece.is_leaf else []

@@ -127,7 +127,8 @@ def _kind_of_weight(owner: nn.Module, parameter: nn.Parameter) -> type[Weight] |
 
 def _tied_by_memory(root: nn.Module) -> set[int]:
     """Find parameters that share memory with others or with buffers, as after `b.weight.data = a.weight.data`."""
-    spans: list[tuple[str, int, int, int]] = []  # device, first byte, byte after the last one, identity of the owner
+    # device, first byte, byte after the last one, identity of the owner
+    spans: list[tuple[str, int, int, int]] = []
     for owner in [*root.parameters(), *root.buffers()]:
         for part in parts_of(owner):
             is_plain = type(part.data) is Tensor and part.layout is torch.strided

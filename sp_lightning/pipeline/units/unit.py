@@ -139,14 +139,16 @@ class StepOnDevice(Protocol):
 class UnitUpdate:
     """An optimizer's update of a unit, and where it is made."""
 
-    is_on_device: bool = False  # whether updates run on the device, and the state is copied there for them
+    # whether updates run on the device, and the state is copied there for them
+    is_on_device: bool = False
     # an optimizer's work on the masters; None if there is none, or once it is known to be done
     ticket: Ticket | None = None
     # an update on the device that has not begun: it brings new weights if it begins as the unit is loaded
     pending_visit: StepOnDevice | None = None
     # whether it ran in backward, and `step()` is still to be called: the weights cannot be read until then
     is_stepped_in_backward: bool = False
-    is_early_in_all_processes: bool = False  # whether such an early update has used the gradients of other processes
+    # whether such an early update has used the gradients of other processes
+    is_early_in_all_processes: bool = False
 
 
 class Unit:
@@ -155,13 +157,15 @@ class Unit:
     def __init__(self, name: str, resident: bool = False) -> None:
         self.name = name
         self.resident = resident
-        self.index = -1  # number of the unit in the window, in expected order; -1 for a single weight
+        # number of the unit in the window, in expected order; -1 for a single weight
+        self.index = -1
 
         # its parts
         self.weights: list[Weight] = []  # weights that are copied to the device
         # all weights of a unit that stays on the device with its state: its `weights` is empty
         self.weights_on_device: list[Weight] = []
-        self.split_off: list[Unit] = []  # weights of this unit that were made resident, each a unit of its own
+        # weights of this unit that were made resident, each a unit of its own
+        self.split_off: list[Unit] = []
         self.members: list[Member] = []
         self.segments: Sequence[Segment] = []  # the host memory that the unit is copied from
 
@@ -173,7 +177,8 @@ class Unit:
         # its users
         # forward calls that are inside of the unit now; it is not evicted while there are any
         self.users = 0
-        self.is_reached = False  # whether backward has reached the unit, so that its modules hold twins
+        # whether backward has reached the unit, so that its modules hold twins
+        self.is_reached = False
         self.readers = Readers()
         self.update = UnitUpdate()
 
@@ -337,7 +342,8 @@ class Division:
     units: list[Unit]  # streamed units in expected order
     resident: Unit  # all resident weights as one unit; its members are modules that own some
     streamed_members: list[Member]  # members of streamed units, in the order of the tree
-    callers: list[Member]  # modules around units, which own no weights: their calls only open a step
+    # modules around units, which own no weights: their calls only open a step
+    callers: list[Member]
     # parameters that cannot be pointed to other memory (tensor subclasses, those of scripted modules, those that share
     # memory with others); they are moved to the device
     unmanaged: dict[str, nn.Parameter]

@@ -219,7 +219,8 @@ class Lowering:
         self._casts.note_as_is(weight)
         if leaf.dtype is not weight.dtype:
             return self._device.serve(weight)
-        if not (weight.lowered or weight.twins_in_graphs):  # no graph has a cast of lowered values: no need to watch
+        # no graph has a cast of lowered values: no need to watch
+        if not (weight.lowered or weight.twins_in_graphs):
             weight.twin.stop_watching()
         return leaf
 
@@ -234,7 +235,8 @@ class Lowering:
         if not builds_graph:
             return twin.parameter
         if weight.cast_in != graphs.current.number and not graphs.earlier_waiting():
-            weight.casts = {}  # no backward adds the gradients of earlier casts to those of this one
+            # no backward adds the gradients of earlier casts to those of this one
+            weight.casts = {}
         weight.cast_in = graphs.current.number
         cast = casts.cast_in_cache(twin.data.device)
         if weight.casts and cast not in weight.casts:

@@ -114,7 +114,8 @@ class Segment:
         is_edited, written = self.is_edited, self._written
         self.is_edited = False
         self._written = None
-        if self.memory.shared is None:  # this weight was made resident, and another segment tells of its edits
+        # this weight was made resident, and another segment tells of its edits
+        if self.memory.shared is None:
             return False
         return written is not None if self.is_stepped_elsewhere else is_edited
 

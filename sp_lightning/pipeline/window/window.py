@@ -94,7 +94,8 @@ class Order:
     def upcoming(self, count: int) -> list[int]:
         """Return the uses that are expected next, in order."""
         record, position = self._followed, self._position
-        if position is None:  # no record knows the next use: modules are expected in their own order
+        # no record knows the next use: modules are expected in their own order
+        if position is None:
             record = self._inference if self._last >= 2 * self._members else self._training
             position = record.index(self._last) if self._last >= 0 else -1
         # After the end of the record, a step like this one is expected.
