@@ -6,6 +6,8 @@ Images and questions go through the model's own processor and chat template; the
     sp-lightning finetune-vlm --model HuggingFaceTB/SmolVLM-256M-Instruct --examples captions.jsonl --save mine
     sp-lightning finetune-vlm --model Qwen/Qwen2-VL-7B-Instruct --examples captions.jsonl --freeze visual \
         --batch-size 4 --lr 1e-5 --save mine
+    sp-lightning finetune-vlm --model Qwen/Qwen2.5-VL-7B-Instruct --examples captions.jsonl --precision bf16-true \
+        --optimizer int8 --batch-size 1 --accumulate 4 --clip 1 --save mine  # with 6 bytes a parameter instead of 16
 
 Each line of `captions.jsonl` is `{"image": "a.png", "text": "what to answer"}`; image paths are relative to that file.
 Without it, Pillow draws numbers to learn from, so nothing is downloaded. `--save` writes a folder for transformers'
@@ -24,6 +26,7 @@ import lightning as L
 import recipe
 import torch
 from data_files import Skipped
+from finetune_lm import OPTIMIZERS, add_optimizer, check_optimizer
 from long_runs import Loader, for_validation
 from offline import WrittenNumbers, read_examples
 from PIL import Image
@@ -70,9 +73,9 @@ class Answers(L.LightningModule):
         self.log("val_accuracy", right.all(1).float().mean(), prog_bar=True, batch_size=len(answers))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over the trainable weights, with the same kernel under every strategy."""
+        """Return AdamW over the trainable weights."""
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, lr=self.hparams["lr"], fused=True)
+        return OPTIMIZERS[self.hparams["optimizer"]](trainable, lr=self.hparams["lr"])
 
 
 class VisionLM(Answers):
@@ -82,10 +85,13 @@ class VisionLM(Answers):
         model: Name of a hub model. `None` builds a tiny LLaVA with random weights.
         freeze: Words such as `["vision"]`; weights whose names contain one of them are not trained.
         lr: Learning rate of AdamW.
+        optimizer: One of `finetune_lm.OPTIMIZERS`.
 
     """
 
-    def __init__(self, model: str | None = None, freeze: list[str] | None = None, lr: float = 1e-3) -> None:
+    def __init__(
+        self, model: str | None = None, freeze: list[str] | None = None, lr: float = 1e-3, optimizer: str = "adamw"
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         if model is None:
@@ -216,6 +222,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = recipe.command_line(__doc__)
     recipe.add_training(parser, steps=200, batch_size=32, lr=1e-3)
     recipe.add_long_run(parser, "runs/finetune_vlm")
+    add_optimizer(parser)
     parser.add_argument("--model", metavar="NAME", help="a vision-language model of the hub, with a chat template")
     parser.add_argument("--examples", type=recipe.examples, metavar="FILE", help="JSON lines with image and text")
     parser.add_argument("--question", default="Number?", help="question about each image (default: %(default)s)")
@@ -224,7 +231,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--digits", type=recipe.positive, default=1, help="digits of drawn numbers (default: %(default)s)"
     )
     parser.add_argument("--save", type=recipe.new_folder, metavar="FOLDER", help="write model and processor")
-    return recipe.parse(parser, arguments, data="examples", best=("val_accuracy", "max"))
+    options = recipe.parse(parser, arguments, data="examples", best=("val_accuracy", "max"))
+    check_optimizer(parser, options)
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     begin(options)
     with recipe.one_line(options.model):
-        model = VisionLM(options.model, options.freeze, options.lr)
+        model = VisionLM(options.model, options.freeze, options.lr, options.optimizer)
         data = ImagesAndTexts(options.examples, options.model, options.question, options.batch_size, options.digits)
 
     def save(trainer: L.Trainer) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from sp_lightning import Assumptions
 
 say = rank_zero_only(print)  # with several devices, the script runs once per device
 
@@ -156,11 +160,30 @@ class LastCheckpoint(ModelCheckpoint):
         self.run = run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look how many steps there will be."""
+        """Look how many steps there will be, and whether the disk has room for checkpoints."""
         super().on_train_start(trainer, pl_module)
         steps = trainer.estimated_stepping_batches
         if self.every is None:
             self._every_n_train_steps = max(1, min(100, steps // 10)) if isinstance(steps, int) else 100
+        self.look_for_room(trainer, pl_module)
+
+    def look_for_room(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """End the run if the disk has no room for two checkpoints, as there are while one is written."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        moments = trainer.optimizers[0].defaults.get("moments")
+        optimizer = Assumptions(precision=trainer.precision, moments=moments)
+        size = sum(parameter.nbytes for parameter in trained) + optimizer.state_bytes(trained)
+        folder = Path(self.dirpath)
+        before = sum(file.stat().st_size for file in folder.glob("last.ckpt"))
+        folder.mkdir(parents=True, exist_ok=True)
+        if 2 * size > shutil.disk_usage(folder).free + before:
+            each, needed, free = (
+                nbytes / 2**30 for nbytes in (size, 2 * size - before, shutil.disk_usage(folder).free)
+            )
+            sys.exit(
+                f"error: a checkpoint takes {each:.1f} GiB, and there are two while one is written. {folder} needs "
+                f"{needed:.1f} GiB of disk space, but has {free:.1f} GiB. Free some, or take another --output"
+            )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the end of a run, or the same command would take its last steps again."""

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import needed  # noqa: F401
@@ -118,9 +118,17 @@ def examples(text: str) -> str:
     return text
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, without the usage."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options for devices, precision and streaming; each script adds its own."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"sp-lightning {Path(sys.argv[0]).stem.replace('_', '-')}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.constants import default_pg_timeout
@@ -45,9 +46,11 @@ def refuse_unknown(taker: str, arguments: Collection[str]) -> None:
     """Answer an unknown argument with ours that does the same, or with the names that there are."""
     if arguments:
         name = min(arguments)
-        names = ", ".join(field.name for field in fields(PipelineOptions))
+        names = [field.name for field in fields(PipelineOptions)]
         hint = f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else ""
-        raise TypeError(f"{taker} has no argument {name!r}{hint}. Its options are {names}.")
+        if near := get_close_matches(name, names, n=1, cutoff=0.8):
+            hint = f", but {near[0]!r}"
+        raise TypeError(f"{taker} has no argument {name!r}{hint}. Its options are {', '.join(names)}.")
 
 
 def options_among(arguments: Mapping[str, Any]) -> PipelineOptions:
@@ -105,3 +108,6 @@ class StrategyWithOptions:
         """Register the strategy's name, unless it already is: Lightning refuses to register a name twice."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+
+StrategyWithOptions.__init__.__qualname__ = "SuperpipelineStrategy.__init__"  # Python's own errors name it

@@ -31,6 +31,7 @@ from sp_lightning.planning import AutoPlanner
 _STEPS = 8
 _UPLOADS = 64
 _ON_GPU = "updated on the GPU"
+_ROUNDS_OTHERWISE = "this CPU's AdamW rounds in another way, so units are updated elsewhere"
 _STAYS = "stays on the GPU"
 # two kernels for AdamW may be this far apart after these steps, as a part of the largest weight
 _ROUNDING = 1e-5
@@ -69,17 +70,20 @@ def check(device: torch.device) -> bool:
         "automatic": {},
     }
     wrong: list[str] = []
+    right = skipped = 0
     for precision in ("32-true", "bf16-mixed"):
         plain = _train(device, precision)
         print(f"{precision}, plain training: {plain.words}")
         for way, options in ways.items():
             if way == _ON_GPU and not has_torchs_bits(AdamW.update, torch.float32):
-                print(f"  {way:<19} skipped: this CPU's AdamW rounds in another way, so units are updated elsewhere")
+                print(f"  {way:<19} skipped: {_ROUNDS_OTHERWISE}")
+                skipped += 1
                 continue
             places = way in (_ON_GPU, _STAYS)
             planner = _Placed(way == _ON_GPU) if places else AutoPlanner()
             streamed = _train(device, precision, PipelineOptions(**options), planner)
             is_right, verdict = _judge(plain, streamed, device, places)
+            right += is_right
             if not is_right:
                 wrong.append(f"{way} in {precision}")
             print(f"  {way:<19} {verdict:<23} {streamed.words}")
@@ -88,7 +92,9 @@ def check(device: torch.device) -> bool:
     if lost:
         print(f"{lost} of {_UPLOADS} copies from pinned memory arrived on the GPU with other bytes: see docs/limits.md")
         wrong.append("copies from pinned memory")
-    outcome = f"wrong: {', '.join(wrong)}" if wrong else "the numbers of plain training in all ways"
+    outcome = f"wrong: {', '.join(wrong)}" if wrong else f"right in {right} ways"
+    if skipped and not wrong:
+        outcome += f"; {skipped} do not apply here, because {_ROUNDS_OTHERWISE}"
     print(f"\n{versions_and_machine(device)}: {outcome}")
     return not wrong
 

@@ -17,9 +17,11 @@ import os
 import re
 import runpy
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ from sp_lightning.lightning_cli import (
     in_one_sentence,
     in_the_namespace_of_the_model,
 )
+from sp_lightning.pipeline import readable_bytes
 from sp_lightning.pipeline.lanes.accelerator import full_device
 from sp_lightning.planning import Assumptions, plan
 from sp_lightning.planning.known import (
@@ -50,6 +53,7 @@ from sp_lightning.planning.known import (
     rates_of_host,
     recipe,
 )
+from sp_lightning.planning.offers import HEAD, offers
 from sp_lightning.planning.rates import measure
 from sp_lightning.planning.report import Report, Row
 
@@ -69,7 +73,8 @@ Train and use models larger than GPU memory, with PyTorch Lightning.
 
 commands:
   fit, validate, test, predict   a LightningCLI for any LightningModule, streamed by default
-  plan                           estimate memory and speed, also for a machine that you do not have
+  plan                           estimate memory and speed, also for a machine that you do not have; without a
+                                 model, list what a machine can train
   check                          compare streamed with plain training, on your machine or of your own model
 
 recipes, each a script for a tiny model, or for a model and data of yours:
@@ -182,11 +187,8 @@ def _fail(message: str, status: int) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    """Print the plan for a model."""
-    if not arguments:
-        builtin = f"`{PROGRAM} plan --help` lists what is built in"
-        raise argparse.ArgumentError(None, f"name a model, such as `{PROGRAM} plan Qwen3-8B`; {builtin}")
-    if not arguments[0].startswith("-"):
+    """Print the plan for a model, or which models a machine can train."""
+    if arguments and not arguments[0].startswith("-"):
         arguments = ["--model", *arguments]
     # dashes are underscores in names
     arguments = [re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), each) for each in arguments]
@@ -203,18 +205,20 @@ def _plan(arguments: Sequence[str]) -> None:
         parser.add_argument(
             "--model",
             type=str,
-            required=True,
+            default="",
             help=f"{', '.join(known('models'))}; "
             "or the class of a LightningModule or nn.Module, whose arguments follow as "
             "`--model.name value`; or a configuration of transformers: a folder, a config.json, "
-            "a name on the hub",
+            "a name on the hub. Without a model, the plan is what your machine can train",
         )
     options = parser.parse_args(arguments)
-    rates: dict[str, Any] = {**batch_of(name)}
-    title = name
-    if options.gpu is not None:
-        rates |= rates_of_gpu(options.gpu)
-        title += f" on {gpu_named(options.gpu)}"
+    rates: dict[str, Any] = batch_of(name) if name else {"tokens": 8192, "gradient_clip_val": 1.0}
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    gpu = gpu_named(options.gpu or found)
+    if options.gpu or gpu:
+        rates |= rates_of_gpu(options.gpu or found, options.lanes, options.devices)
+    if options.gpu is None:
+        rates.pop("device_memory", None)  # the GPU itself is asked
     if options.host is not None:
         rates |= rates_of_host(options.host)
     if options.measure:
@@ -223,17 +227,43 @@ def _plan(arguments: Sequence[str]) -> None:
         rates.pop("compute_at_best", None)  # it belongs to another speed
     parser.set_defaults(rates)
     options = parser.parse_args(arguments)
-    module = _module(name, parser, options) if is_class else named_model(name)
     given = Assumptions(**{field.name: options[field.name] for field in fields(Assumptions)})
-    report = plan(module, given, title)
+    on = f" on {gpu}" if options.gpu else ""
+    if not name:
+        if not (options.gpu or options.device_memory or found):
+            hint = (
+                f"such as `{PROGRAM} plan --gpu 4090 --host-memory 64GiB`, or a model, as in `{PROGRAM} plan Qwen3-8B`"
+            )
+            raise argparse.ArgumentError(None, f"this machine has no GPU: name one, {hint}")
+        _print_offers(given, gpu or found or "A GPU", options.json)
+        return
+    module = _module(name, parser, options) if is_class else named_model(name)
+    report = plan(module, given, name + on)
     if options.json:
         print(json.dumps(_as_json(report), indent=2))
         return
     print(report)
     if report.best.step is not None and (command := recipe(name, report.best.given)):
         print(f"Or with a recipe, and your data:\n    {PROGRAM} {command}")
-        if report.best.given.lora is not None and "--train lora" in command:
-            print("`--train qlora` instead rounds the base to 4 bits, a quarter of its RAM. It is not planned here.")
+
+
+def _print_offers(given: Assumptions, gpu: str, as_json: bool) -> None:
+    """Print what a machine can train, each model as soon as it is planned."""
+    say = partial(print, flush=True)
+    if as_json:
+        found = [
+            {"kind": each.kind, "model": each.model, "command": each.command, **_row(each.row)}
+            for each in offers(given)
+        ]
+        say(json.dumps(found, indent=2))
+        return
+    say(f"{gpu} with {readable_bytes(given.device_bytes)}, and {readable_bytes(given.host_bytes)} of RAM:\n\n{HEAD}")
+    commands = []
+    for offer in offers(given):
+        say(offer)
+        if offer.row.step is not None:
+            commands.append(f"    {PROGRAM} {offer.command}")
+    say("\n".join(["", textwrap.fill(f"Assumed: {given}", 110), "", "Type one of these, with your data:", *commands]))
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -256,6 +286,7 @@ def _row(row: Row) -> dict[str, Any]:
         "fits": True,
         "device_bytes": step.device_bytes,
         "host_bytes": step.host_bytes,
+        "checkpoint_bytes": row.checkpoint_bytes,
         "seconds": step.seconds,
         "tokens_per_second": row.tokens_per_second,
         "bottleneck": step.bottleneck.value,
@@ -277,7 +308,7 @@ def _plan_parser() -> ArgumentParser:
 
     parser = WithDashes(
         prog=f"{PROGRAM} plan",
-        usage="%(prog)s MODEL [--gpu NAME] [--tokens N] [--lora RANK] ...",
+        usage="%(prog)s [MODEL] [--gpu NAME] [--tokens N] [--lora RANK] ...",
         exit_on_error=False,
         description="Estimate whether a model fits a GPU and the CPU memory of its machine, how fast it trains there, "
         "and which command trains it. Needs neither weights nor a GPU: it estimates from shapes and assumptions.",
@@ -288,7 +319,13 @@ def _plan_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--host",
-        help=f"whose memory bandwidth to assume: {', '.join(known('hosts'))}",
+        help=f"whose memory bandwidth to assume: {', '.join(known('hosts'))}; of a GeForce, a desktop DDR5 by default",
+    )
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        choices=(1, 2, 4, 8, 16),
+        help="PCIe lanes of each GPU: the card's, or 8 for several GPUs in a desktop",
     )
     parser.add_argument(
         "--measure",
@@ -300,7 +337,7 @@ def _plan_parser() -> ArgumentParser:
         "--desktop",
         action=ActionYesNo,
         default=False,
-        help="whether a desktop takes 1 GiB of GPU memory and 3 GiB of RAM; the default follows `--host`",
+        help="whether a desktop takes 1 GiB of GPU memory and 3 GiB of RAM; the default follows `--host` and `--gpu`",
     )
     parser.add_argument("--fp8", action="store_true", help="whether linear layers multiply in FP8")
     parser.add_class_arguments(Assumptions, skip={"desktop", "fp8"})

@@ -70,8 +70,10 @@ def cause_of(error: BaseException) -> BaseException | None:
 def _wrong_value(text: str) -> str:
     """Name the option with a wrong value, and the values that it takes."""
     options = re.findall(r'Parser key "([\w.]+)"', text)
-    if len(options) != 1:
-        return text  # of a class, within a class
+    if len(options) != 1:  # of a class, within a class; or none that can be parsed
+        return re.sub(
+            r"^argument (--\S+): expected one argument", r"`\1` needs a value, after `=` if that begins with -", text
+        )
     known = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", text))
     given = re.findall(r"(?:Got|Given) value: (.*)", text)
     if known and given:

@@ -41,7 +41,7 @@ def test_it_passes_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert all("same bits" in line for line in ways)
     assert sum("56 GPU updates" in line for line in ways) == 2
     assert sum("8 units stay on the GPU" in line for line in ways) == 2
-    assert lines[-1].endswith("the CPU: the numbers of plain training in all ways")
+    assert lines[-1].endswith("the CPU: right in 12 ways")
 
 
 @pytest.mark.usefixtures("without_numba")
@@ -59,6 +59,7 @@ def test_what_cannot_happen_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: 
     status, lines = run(monkeypatch, capsys)
     assert status == 0
     assert sum("skipped: this CPU's AdamW" in line for line in lines) == 2
+    assert "right in 10 ways; 2 do not apply here, because this CPU's AdamW rounds in another way" in lines[-1]
 
 
 def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +126,11 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_runs_are_measured_and_are_one_line_of_json(lines, capsys, tmp_path):
     assert [line.partition(":")[0] for line in lines[1:5]] == [way.name for way in speed_module._WAYS]
     assert all("ms a step" in line for line in lines[1:5])
+    assert lines[5].startswith("`sp-lightning plan MODEL --link 25 --host-bandwidth 10` plans with the rates")
     line = lines[-1].splitlines()[-1]
     found = json.loads(line, parse_constant=pytest.fail)
+    card = {**found, "pcie_generation": "4", "pcie_width": "8"}
+    assert speed_module._as_arguments(card).startswith("PCIe 4.0 x8: `sp-lightning plan MODEL --link 25")
     assert found["gb_per_second"] == {"host": 10.0, "up": 25.0, "down": None, "both": None, "ram": None}
     assert found["decoder"]["layers"] == TINY.layers
     of_the_card = {"driver", "cuda", "pcie_generation", "pcie_width", "power_limit_watts"}

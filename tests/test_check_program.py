@@ -37,9 +37,16 @@ class Net(L.LightningModule):
     """
 
     def __init__(
-        self, reads_alias: bool = False, writes_alias: bool = False, steps: bool = True, late: str = "", times: str = ""
+        self,
+        reads_alias: bool = False,
+        writes_alias: bool = False,
+        steps: bool = True,
+        late: str = "",
+        times: str = "",
+        optimizer: str = "AdamW",
     ) -> None:
         super().__init__()
+        self.optimizer = optimizer
         self.automatic_optimization = steps
         self.late, self.times = late, times
         self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(4)])
@@ -69,7 +76,8 @@ class Net(L.LightningModule):
             self.alias[0].mul_(0.9)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+        kind = getattr(torch.optim, self.optimizer)
+        return kind(self.parameters(), lr=1e-2, **({"fused": True} if kind is torch.optim.AdamW else {}))
 
 
 class Data(L.LightningDataModule):
@@ -123,8 +131,27 @@ def test_a_right_program(check: Check, tmp_path: Path, monkeypatch: pytest.Monke
     assert sum("updates on the GPU" in line for line in ways) == 4
     assert sum("1 units stay on the GPU" in line for line in ways) == 4
     assert "Not compared: gradients after the run" in "".join(lines[-3:])
-    assert lines[-1].endswith("the CPU, Net: the numbers of plain training in all 18 ways")
+    assert lines[-1].endswith("the CPU, Net: right in 18 ways")
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ways", "says"),
+    [
+        (["--model.optimizer=SGD"], slice(7, 11), "right in 1 ways; 3 do not apply here, because without a GPU, only"),
+        (
+            ["--trainer.gradient_clip_val=1"],
+            slice(4, 6),
+            "because no unit was updated in backward, where gradients are",
+        ),
+    ],
+)
+def test_ways_that_do_nothing_do_not_count(arguments: list[str], ways: slice, says: str, check: Check) -> None:
+    """They are right for nothing, so the last line says how many, and why."""
+    status, lines = check(f"--model={HERE}.Net", *arguments, f"--data={HERE}.Data", "--steps=2", ways=ways)
+    assert status == 0, lines
+    assert says in lines[-1]
+    assert "same bits; not exercised: " in "".join(lines)
 
 
 @pytest.mark.parametrize("ways", [slice(3, 5), slice(None)], ids=["two ways", "all ways"])

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import long_runs
 import pytest
 import recipe
 import torch
@@ -94,6 +95,24 @@ def test_a_run_that_has_ended_takes_no_step_again(capsys):
     more = run("finetune_lm", *arguments, "--steps=5", output="out")
     assert "has ended" not in capsys.readouterr().out
     assert_same(more, run("finetune_lm", *arguments, "--steps=5", output="whole"))
+
+
+def test_a_full_disk_is_seen_before_the_first_step(monkeypatch):
+    """Two checkpoints must have room, of trained weights and the optimizer's state."""
+    parameters = sum(weight.numel() for weight in ChatLM(layers=1, hidden=16, heads=2).parameters())
+    command = [*TINY, "--epochs=1", "--save-every=9", "--output=out"]
+    usage = long_runs.shutil.disk_usage(".")
+    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=23 * parameters))
+    with pytest.raises(SystemExit, match=r"error: a checkpoint takes .*/checkpoints needs .* but has .*--output"):
+        import_module("finetune_chat").main(command)
+    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=25 * parameters))
+    monkeypatch.setattr(ChatLM, "training_step", interrupt)
+    with pytest.raises(Stopped):
+        import_module("finetune_chat").main(command)
+
+
+def interrupt(*_: Any) -> None:
+    raise Stopped
 
 
 def write_chats() -> None:

@@ -15,7 +15,6 @@ import shlex
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +28,7 @@ from torch import nn
 import sp_lightning
 from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.cli import main
-from sp_lightning.pipeline import Lane
+from sp_lightning.pipeline import Lane, readable_bytes
 from sp_lightning.planning import rates
 from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import batch_of, find, gpu_named, known, named_model, recipe
@@ -156,7 +155,7 @@ def test_memory_is_what_a_run_finds(host, device_room, host_room):
     ("name", "gpu"),
     [
         ("4090", "RTX 4090"), ("rtx4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("4060ti", "RTX 4060 Ti"), ("a6000", "RTX A6000"), ("h100", "H100"), ("4060", None),
+        ("4060ti", "RTX 4060 Ti"), ("a6000", "RTX A6000"), ("h100", "H100"), ("4060", "RTX 4060"),
         ("GTX1080", None),
     ],
 )  # fmt: skip
@@ -244,7 +243,8 @@ def test_nothing_fits(arguments, says):
     ("arguments", "changes"),
     [
         ("Qwen3-8B --device_memory 16GiB --host_memory 57GiB --gradient_clip_val 1", ["without clipping", "on a mach"]),
-        ("Qwen3-8B --host_memory 16GiB", ["on a machine with"]),  # neither do adapters fit
+        ("Qwen3-8B --host_memory 10GiB", ["on a machine with"]),  # neither do adapters fit
+        ("Qwen3-8B --host_memory 16GiB", ["with QLoRA, on a base of 4 bits (`--lora 16 --bits 4`)", "on a machine"]),
         ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
         ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 10.0 GiB of RAM"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
@@ -277,7 +277,8 @@ def test_a_plan_for_scripts():
     assert best["given"]["moments"] == shown.best.given.moments
     assert best["tokens_per_second"] == [2048 / step.seconds] * 2
     assert "of RAM, and there are 64.0 GiB" in report["rows"][0]["missing"]
-    short = json.loads(run("sp-lightning plan Qwen3-8B --host-memory 20GiB --json"))
+    assert best["checkpoint_bytes"] == shown.best.checkpoint_bytes
+    short = json.loads(run("sp-lightning plan Qwen3-8B --host-memory 10GiB --json"))
     assert [remedy["fits"] for remedy in short["remedies"]] == [True]
 
 
@@ -326,24 +327,38 @@ def parsed_recipe(command: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -
     """The options of a recipe, as it parses them, beside data with the names that a command has."""
     monkeypatch.syspath_prepend(str(DOCUMENT.parents[1] / "examples"))
     monkeypatch.chdir(folder)
-    for name in ("CHATS.jsonl", "TEXT.txt"):
+    for name in ("CHATS.jsonl", "TEXT.txt", "EXAMPLES.jsonl"):
         (folder / name).touch()
+    (folder / "EXAMPLES.jsonl").write_text('{"image": "a.png", "text": "one"}\n' * 2, encoding="utf-8")
+    (folder / "a.png").touch()
     (folder / "IMAGES").mkdir(exist_ok=True)
     script, *options = command.split()
     return importlib.import_module(script.replace("-", "_")).parse(options)
 
 
 def test_every_recipe_takes_what_is_to_be_typed(monkeypatch, tmp_path):
-    """With the user's data, a place for the result, and the tokens that were planned."""
-    of_recipes = {entry.get("recipe"): name for name, entry in known("models").items()}
-    for name, lora in product([of_recipes[each] for each in known("recipes")], (None, 16)):
-        given = Assumptions(lora=lora, **batch_of(name))
-        parsed = parsed_recipe(recipe(name, given), monkeypatch, tmp_path)
-        assert parsed.model == find("models", name)["hub"]
-        assert lora is None or (parsed.rank, parsed.dtype) == (16, "bfloat16")
-        assert parsed.save_adapters if lora else parsed.save
-        assert [getattr(parsed, data, None) for data in ("chats", "text", "images")].count(None) == 2
-        assert parsed.batch_size == 1
+    """With the user's data, a place for the result, and the tokens that were planned; of all models, in all ways."""
+    ways = [{}, *({"precision": "bf16-true", "moments": moments} for moments in ("fp32", "int8"))]
+    ways += [{"lora": 16}, {"lora": 16, "bits": 4}, {"accumulate": 4, "gradient_clip_val": 1.0}]
+    trained = {script: {*entry} - {"size"} for script, entry in known("recipes").items()}
+    for name, entry in known("models").items():
+        for way in ways:
+            given = Assumptions(**way, **batch_of(name))
+            kind = "full" if given.lora is None else "lora" if given.bits == 16 else "qlora"
+            command = recipe(name, given)
+            assert bool(command) == (kind in trained.get(entry.get("recipe"), ()))
+            if command:
+                parsed = parsed_recipe(command, monkeypatch, tmp_path)
+                assert parsed.model == entry["hub"]
+                assert kind == "full" or (parsed.rank, parsed.dtype) == (16, "bfloat16")
+                assert parsed.save if kind == "full" else parsed.save_adapters
+                data = [getattr(parsed, each, None) for each in ("chats", "text", "images", "examples")]
+                assert data.count(None) == 3
+                assert (parsed.batch_size, parsed.accumulate, parsed.clip) == (
+                    1,
+                    given.accumulate,
+                    given.gradient_clip_val,
+                )
     assert recipe("DINOv2-large", Assumptions()) == recipe("Llama-3.1-8B", Assumptions(optimizer="Muon")) == ""
 
 
@@ -361,7 +376,7 @@ def test_a_name_that_is_misspelled_is_answered_with_the_nearest(capsys):
     """Without an organization it is none of the hub, which nobody asks then."""
     with mock.patch("transformers.AutoConfig.from_pretrained", side_effect=AssertionError):
         assert status("sp-lightning plan --model Qwen3-9B") == 2
-    assert "nearest names that are built in: Qwen3-8B, Qwen3-4B" in capsys.readouterr().err
+    assert "Nearest names that are built in: Qwen3-4B, Qwen3-8B" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -392,22 +407,95 @@ def test_no_more_units_stay_on_the_gpu_than_there_are():
     report = planned("DINOv2-large --precision bf16-true --tokens 64 --length 64 --host_bandwidth 1")
     row = report.best
     assert row.living == row.units < len(row.step.choice.living)
-    said = f"Of {row.units} units, {row.units} stay on the GPU with their optimizer state. Activations: "
+    said = f"Of {row.units} units, the GPU keeps {row.units} with optimizer state. Activations: "
     assert row.choice().startswith(said), "none that streams, or that the CPU updates"
-    streams = "Of 4 units, 4 stream through k=4 places, the CPU updates 4. Activations: 4 "
+    streams = "Of 4 units, the GPU streams 4 through k=4 places, the CPU updates 4. Activations: 4 "
     assert planned(f"{__name__}.Stack --model.width 512 --optimizer_on host").best.choice().startswith(streams)
 
 
 def test_adapters_have_one_way_to_keep_moments():
     report = planned("Qwen3-0.6B --lora 16")
     assert len(report.rows) == 1
-    assert typed("Qwen3-0.6B --gpu 4090 --lora 16")[-1].startswith("`--train qlora` instead rounds")
+    assert "--train qlora " in typed("Qwen3-0.6B --gpu 4090 --lora 16 --bits 4")[-1]
+
+
+def test_a_base_of_four_bits():
+    """RAM holds half a byte for each of its weights, and all of the tables; the GPU has their scales, and unpacks."""
+    base, rounded = (planned(f"Qwen3-8B --lora 16 --bits {bits}").best for bits in (16, 4))
+    shapes = named_model("Qwen3-8B")
+    linear = sum(layer.weight.numel() for layer in shapes.modules() if isinstance(layer, nn.Linear))
+    linear -= shapes.lm_head.weight.numel()
+    saved = base.step.host_bytes - rounded.step.host_bytes
+    assert saved == pytest.approx(1.5 * linear, rel=0.01)
+    assert 0.9 < rounded.step.seconds / base.step.seconds < 1.1, "it sends less, and unpacks"
+    assert base.checkpoint_bytes == rounded.checkpoint_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gib"), [("--moments int8 --precision bf16-true", 45.4), ("", 89.7), ("--lora 16", 0.47)]
+)
+def test_a_checkpoint_needs_disk_space(arguments, gib):
+    """That of trained weights and their optimizer state."""
+    report = planned(f"Llama-3.1-8B {arguments}")
+    assert report.best.checkpoint_bytes / 2**30 == pytest.approx(gib, rel=0.01)
+    size = readable_bytes(report.best.checkpoint_bytes)
+    assert f"A checkpoint takes {size} of disk space, and there are two while one is written." in str(report)
+
+
+class UNet(nn.Module):
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, 8, 4, stride=4)
+        self.down = nn.ModuleList(nn.Conv2d(8, 8, kernel, stride=2) for _ in range(3))
+
+
+def test_convolutions_over_images_are_not_planned(capsys):
+    """As their activations are not estimated; those that cut images into patches are."""
+    assert status(f"sp-lightning plan {__name__}.UNet --model.kernel 3") == 2
+    said = capsys.readouterr().err
+    assert "('down.0'): their activations grow with the images, so GPU memory and speed are not planned" in said
+    assert "`sp-lightning check cuda --model CLASS --data CLASS`" in said
+    assert planned(f"{__name__}.UNet --model.kernel 2").best.step is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "desktop", "link"),
+    [
+        ("--gpu 4090", True, 25), ("--gpu 4090 --no-desktop", False, 25), ("--gpu A100", False, 25),
+        ("--gpu 4090 --host 'server DDR4'", False, 25), ("--gpu 4090 --lanes 8", True, 12.5),
+        ("--gpu 3090 --devices 2", True, 12.5), ("--gpu 3090 --devices 2 --lanes 16", True, 25),
+        ("--gpu 4060ti", True, 12.5), ("--gpu 5060ti --lanes 16", True, 25), ("--gpu A100 --devices 2", False, 25),
+    ],
+)  # fmt: skip
+def test_a_geforce_is_in_a_desktop(arguments, desktop, link):
+    """Where several share the lanes of one."""
+    given = planned(f"{__name__}.Stack --model.width 64 {arguments}").rows[0].given
+    assert (given.desktop, given.link) == (desktop, link)
+
+
+def test_without_a_model_it_says_what_a_machine_can_train(monkeypatch):
+    """Of each model the best way that fits, and its command."""
+    entries = known("models")
+    few = {name: entries[name] for name in ("Qwen3-1.7B", "Qwen3-4B", "Qwen2.5-VL-7B-Instruct")}
+    monkeypatch.setattr("sp_lightning.planning.offers.known", lambda _: few)
+    machine = "--gpu 3060 --host-memory 24GiB"
+    lines = run(f"sp-lightning plan {machine}").splitlines()
+    assert lines[0] == "RTX 3060 with 11.7 GiB, and 24.0 GiB of RAM:"
+    assert "all weights, int8 moments" in lines[3]
+    assert "LoRA" in lines[4]
+    assert "Qwen2.5-VL-7B-Instruct     does not fit: it needs " in lines[5]
+    commands = [line.split()[1:4] for line in lines if line.startswith("    sp-lightning ")]
+    assert commands[1:] == [["finetune-chat", "--model", "Qwen/Qwen3-4B"]]
+    few.pop("Qwen3-1.7B")
+    found = json.loads(run(f"sp-lightning plan {machine} --json"))
+    assert [offer["fits"] for offer in found] == [True, False]
+    assert (found[0]["given"]["tokens"], found[0]["given"]["gradient_clip_val"]) == (8192, 1.0)
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [((0.5, 7), "0.5 to 7.0 seconds"), ((400, 541), "6.7 to 9.0 minutes"), ((4000, 4000), "67 minutes"),
-     ((9000, 50_000), "2 to 14 hours"), ((1e5, 2e6), "1 to 23 days")],
+     ((0.024, 0.03), "24 to 30 milliseconds"), ((9000, 50_000), "2 to 14 hours"), ((1e5, 2e6), "1 to 23 days")],
 )  # fmt: skip
 def test_times_are_in_the_unit_in_which_one_thinks_of_them(seconds, said):
     assert readable_hours(*seconds) == said
@@ -418,7 +506,7 @@ def test_options_are_shown_as_they_are_documented(capsys):
     with pytest.raises(SystemExit):
         status("sp-lightning plan --help")
     printed = capsys.readouterr().out
-    assert "usage: sp-lightning plan MODEL [--gpu NAME]" in printed
+    assert "usage: sp-lightning plan [MODEL] [--gpu NAME]" in printed
     assert "--host-memory " in printed
     assert not re.search(r"--\w*_", printed)
 
@@ -468,8 +556,14 @@ def test_rates_are_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("", "name a model, such as `sp-lightning plan Qwen3-8B`; `sp-lightning plan --help` lists what is built in"),
-        ("Qwen3-9B --gpu 4090", "The nearest names that are built in: Qwen3-8B"),
+        (
+            "",
+            "this machine has no GPU: name one, such as `sp-lightning plan --gpu 4090 --host-memory 64GiB`, or a model",
+        ),
+        ("Qwen3-9B --gpu 4090", "Nearest names that are built in: Qwen3-4B, Qwen3-8B"),
+        ("Qwen2.5-VL-7B", "Nearest names that are built in: Qwen2.5-VL-7B-Instruct,"),
+        ("./nothere.json", "A model of the hub has its organization before its name."),
+        ("Qwen3-8B --bits 4", "`bits=4` rounds the frozen base of adapters: give `lora` a rank, such as 16."),
         ("--model os.path", "does not correspond to a subclass of Module"),
         ("--model torch.nn.Nothing", "torch.nn.Nothing"),
         ("--model nowhere.Net", "No module named 'nowhere'"),
@@ -484,7 +578,10 @@ def test_rates_are_measured(monkeypatch):
         ("--model Llama-3.1-8B --device_memory 24", "`device_memory=24` must be an amount of memory"),
         ("--model Llama-3.1-8B --link 0", "`link=0.0` must be above zero"),
         ("--model Llama-3.1-8B --host_memory 64", "`host_memory=64` must be an amount of memory"),
-        ("--model Llama-3.1-8B --gpu 'RTX 9090'", "gpu: 'RTX 9090' is not one of RTX 3060"),
+        (
+            "--model Llama-3.1-8B --gpu 'RTX 9090'",
+            "'RTX 9090' is not a card that is built in. The nearest ones: RTX 3090, RTX 4090",
+        ),
         ("--model Llama-3.1-8B --devices 0", "`devices=0` must be above zero"),
         ("--model Llama-3.1-8B --precision fp8", "`--precision`: 'fp8' is not one of 32-true, bf16-mixed, 16-mixed, "),
         ("--model Llama-3.1-8B --tokens many", "`--tokens`: Expected a int. Got value: many"),

@@ -184,6 +184,12 @@ def test_arguments_are_in_the_signature(taker):
         assert parameters[field.name].annotation == field.type
     with pytest.raises(TypeError, match="no argument 'kk'. Its options are k, k_prime, memory_budget"):
         taker(*[torch.nn.Linear(2, 2)] * inspect.isfunction(taker), kk=2)
+    with pytest.raises(TypeError, match="no argument 'memory_buget', but 'memory_budget'. Its options are k, k_prime"):
+        taker(*[torch.nn.Linear(2, 2)] * inspect.isfunction(taker), memory_buget="4GB")
+    with pytest.raises(
+        TypeError, match="^(superpipeline|SuperpipelineStrategy.__init__)\\(\\) takes .* positional argument"
+    ):
+        taker(*[torch.nn.Linear(2, 2)] * 3)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch import nn
 from sp_lightning import Assumptions
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
+from sp_lightning.planning.offers import offers
 from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +57,7 @@ IN_EIGHT_BITS: dict[str, Any] = {"precision": "bf16-true", "moments": "int8"}
 USERS: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [
     ("an 8B on chats, all weights", "Qwen3-8B", ("RTX 4090", "desktop DDR5", "64GiB"), {"tokens": 8192}),
     (
-        "the same in [FP8](docs/configure.md#fp8), 8 batches in a step",
+        "the same in [FP8](../docs/configure.md#fp8), 8 batches in a step",
         "Qwen3-8B",
         ("RTX 4090", "desktop DDR5", "64GiB"),
         {"tokens": 8192, "accumulate": 8, "fp8": True},
@@ -77,6 +78,11 @@ MORE: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [  # not on 
     ("Qwen-Image, all weights", "Qwen-Image", ("RTX 4090", "desktop DDR5", "192GiB"), {}),
     ("FLUX.1, all weights", "FLUX.1-dev", ("RTX 4090", "desktop DDR5", "128GiB"), {}),
 ]
+OFFERED = [("RTX 3060", "32GiB"), ("RTX 5060 Ti", "64GiB"), ("RTX 4090", "64GiB")]  # a GPU, in a desktop, and RAM
+FIRST_OFFERS = (
+    *("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B-Instruct"),
+    *("Qwen2.5-VL-3B-Instruct", "FLUX.1-dev"),
+)
 LONGEST = [  # decoders whose longest row is planned: a name, and the rank of adapters
     ("Llama-3.1-8B", None),
     ("Llama-3.1-8B", 16),
@@ -132,6 +138,12 @@ def plan_user(user: tuple[str, str, tuple[str, str, str], dict[str, Any]]) -> di
             "command": recipe(name, row.given)}  # fmt: skip
 
 
+def plan_offers(gpu: str, memory: str) -> dict[str, dict[str, Any]]:
+    """Plan the best way to train each model that is offered, as `sp-lightning plan` does without a model."""
+    given = Assumptions(**rates_of_gpu(gpu), host_memory=memory, tokens=8192, **CLIPPED)
+    return {offer.model: {"trained": offer.trained, **plain(offer.row)} for offer in offers(given)}
+
+
 def plan_longest(name: str, lora: int | None, card: dict[str, Any]) -> int:
     """Return the longest row of tokens, in multiples of 1,024, that fits a GPU, whatever RAM it takes up to 256 GiB."""
     given: dict[str, Any] = {"host_memory": "256GiB", "lora": lora, **card, **CLIPPED}
@@ -176,6 +188,7 @@ def plan_everything() -> dict[str, Any]:
         "machines": [plan_machine(number) for number in range(len(MACHINES))],
         "users": [plan_user(user) for user in USERS],
         "more": [plan_user(user) for user in MORE],
+        "offers": [plan_offers(*each) for each in OFFERED],
         "longest": [[plan_longest(*model, card) for card in CARDS.values()] for model in LONGEST],
         "sizes": [[plan_size(memory, way) for way in WAYS] for memory in HOSTS],
         "replay": [list(map(round, replay.predicted(run))) for run in replay.RUNS],
@@ -203,21 +216,49 @@ def place_of(cell: dict[str, Any]) -> str:
 
 
 def users(figures: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of what people do, with the commands that plan it, and the one that trains the first."""
-    yield from table(figures["users"])
-    yield ""
+    """Yield the table of what people do, with the commands that plan it."""
+    yield from planned_table(figures["users"])
+
+
+def first_commands(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield what one types first: what a machine can train, a model on it, and the training of that."""
+    (gpu, memory), first = OFFERED[-1], figures["users"][0]
     yield "```bash"
-    yield from (f"sp-lightning {cell['plan']}" for cell in figures["users"])
-    yield f"sp-lightning {figures['users'][0]['command']}"
+    yield f'sp-lightning plan --gpu "{gpu}" --host-memory {memory}'
+    yield f"sp-lightning {first['plan']}"
+    yield f"sp-lightning {first['command']}"
     yield "```"
+
+
+def some_offers(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows of the first page in the table of what machines can train."""
+    rows = list(all_offers(figures))
+    yield from rows[:2]
+    yield from (row for row in rows if row.split(" | ")[0][2:] in FIRST_OFFERS)
+
+
+def all_offers(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what machines can train."""
+    heads = [f"{gpu}, {memory.replace('GiB', ' GiB')}" for gpu, memory in OFFERED]
+    yield f"| tokens/s | {' | '.join(heads)} |"
+    yield "|" + " --- |" * (1 + len(OFFERED))
+    for model in figures["offers"][0]:
+        cells = [machine[model] for machine in figures["offers"]]
+        said = [f"{cell['trained']}: {cell['speed']}" if cell["fits"] else place_of(cell) for cell in cells]
+        yield f"| {model} | {' | '.join(said)} |"
 
 
 def more(figures: dict[str, Any]) -> Iterator[str]:
     """Yield more of what people do, each with the command that plans it."""
-    yield from table(figures["more"])
+    yield from planned_table(figures["more"])
+
+
+def planned_table(cells: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of what people do, and the commands that plan it."""
+    yield from table(cells)
     yield ""
     yield "```bash"
-    yield from (f"sp-lightning {cell['plan']}" for cell in figures["more"])
+    yield from (f"sp-lightning {cell['plan']}" for cell in cells)
     yield "```"
 
 
@@ -252,9 +293,15 @@ def first_user(figures: dict[str, Any]) -> str:
     return f"{cell['speed']} tokens/s"
 
 
+def user_of_fp8(figures: dict[str, Any]) -> str:
+    """Return how fast this one trains in FP8."""
+    cell = figures["users"][1]
+    return f"{cell['speed']} tokens/s"
+
+
 def sizes(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the largest models."""
-    compact = "[`sp_lightning.optim`](docs/optimizers.md#compact-optimizers)"
+    compact = "[`sp_lightning.optim`](../docs/optimizers.md#compact-optimizers)"
     yield f"| RAM | AdamW, FP32 or `bf16-mixed` | {compact}, exact | with 8-bit moments |"
     yield "| --- | --- | --- | --- |"
     for memory, row in zip(HOSTS, figures["sizes"], strict=True):
@@ -286,7 +333,21 @@ def runs(figures: dict[str, Any]) -> Iterator[str]:
 
 FIGURES: dict[str, Callable[[dict[str, Any]], str | Iterator[str]]] = {
     each.__name__: each
-    for each in (machines, users, more, longest, first_user, mixture, sizes, bytes_per_parameter, runs)
+    for each in (
+        machines,
+        users,
+        more,
+        some_offers,
+        all_offers,
+        first_commands,
+        longest,
+        first_user,
+        user_of_fp8,
+        mixture,
+        sizes,
+        bytes_per_parameter,
+        runs,
+    )
 }
 
 

@@ -162,10 +162,20 @@ def speed(device: torch.device, tell: Callable[[str], None] = print) -> dict[str
         run = _measured(shape, device, way)
         found["runs"].append({**way._asdict(), **run})
         tell(f"{way.name}: {_in_words(run)}")
+    tell(_as_arguments(found))
     found["one_kernel"] = is_possible()
     line = json.dumps(found, allow_nan=False)
     tell("\nPaste this line into the form 'Numbers from your machine':\n" + line)
     return found
+
+
+def _as_arguments(found: dict[str, Any]) -> str:
+    """Return the link, and the measured rates as arguments of `plan`."""
+    rates = found["gb_per_second"]
+    options = {"link": rates["up"], "host-bandwidth": rates["host"], "memory-bandwidth": rates["ram"]}
+    typed = " ".join(f"--{option} {rate:g}" for option, rate in options.items() if rate is not None)
+    link = f"PCIe {found['pcie_generation']}.0 x{found['pcie_width']}: " if found["pcie_width"] else ""
+    return f"{link}`sp-lightning plan MODEL {typed}` plans with the rates of this machine"
 
 
 def _in_giga(rate: float) -> float | None:

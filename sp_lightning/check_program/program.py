@@ -62,6 +62,7 @@ class ProgramCheck:
         self._plain = Trace()
         self._left_out: list[str] = []  # numbers that plain training does not repeat, and need not
         self._first_wrong = ""
+        self._unused: list[str] = []  # for each way that could not be exercised, the reason
 
     def run(self) -> tuple[bool, str]:
         """Compare all ways with plain training, with a line for each; tell whether all are right, and say so."""
@@ -91,7 +92,10 @@ class ProgramCheck:
         say(f"Not compared: gradients after the run, {left}")
         if wrong:
             return False, f"wrong in {len(wrong)} of {len(ways)} ways; {self._first_wrong}"
-        return True, f"the numbers of plain training in all {len(ways)} ways"
+        outcome = f"right in {len(ways) - len(self._unused)} ways"
+        if self._unused:
+            outcome += f"; {len(self._unused)} do not apply here, because {' and '.join(dict.fromkeys(self._unused))}"
+        return True, outcome
 
     def _train(self, way: Way | None, look: Look, keep: Collection[Label] = ()) -> Trace:
         observer = Observer(look, keep)
@@ -133,8 +137,11 @@ class ProgramCheck:
             say(f"{begin} {verdict}: {difference}")
             self._first_wrong = self._first_wrong or f"{way}: {difference}"
             return False
-        counts = streamed.counts
-        done = "" if counts is None else way.why_not_placed(counts) or str(counts)
+        done = ""
+        if (counts := streamed.counts) is not None:
+            reason = way.why_not_exercised(counts)
+            self._unused += [reason] if reason else []
+            done = f"not exercised: {reason}" if reason else str(counts)
         apart = self._rounding(streamed)
         same = f"same but for the optimizer's rounding, {apart:.0e}" if apart else "same bits"
         say(f"{begin} {same}; {done}")

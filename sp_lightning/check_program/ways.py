@@ -43,14 +43,14 @@ class Way:
         """Whether no code may read gradients, because units would be updated after backward otherwise."""
         return self.placement is not Placement.AFTER_BACKWARD
 
-    def why_not_placed(self, counts: Counts) -> str:
-        """Say that units could not be placed in this way, if they were not."""
+    def why_not_exercised(self, counts: Counts) -> str:
+        """Say why no unit was placed or updated in this way; the text is empty if one was."""
         if self.placement is Placement.IN_BACKWARD and not counts.stats.steps_in_backward:
-            return "none was: gradients are read, or updated together"
+            return "no unit was updated in backward, where gradients are read or clipped, or updates need all weights"
         if self.placement is Placement.UPDATED_ON_GPU and not counts.stats.visits:
-            return "none was: this optimizer is not updated there"
+            return "without a GPU, only fused AdamW and Adam are updated as on one"
         if self.placement is Placement.HALF_STAY and not counts.summary.living:
-            return "none did: this optimizer updates weights together"
+            return "no unit stayed on the GPU, as this optimizer updates weights together"
         return ""
 
 

@@ -54,6 +54,7 @@ _KNOWN: dict[str, object] = {
     "optimizer_on": OptimizerPlace,
     "moments": Literal[None, Moments],
     "loss": Loss,
+    "bits": Literal[16, 4],
 }
 # the memory that is assumed if the user gives none, and there is no device
 _DEVICE_MEMORY, _HOST_MEMORY = int(23.6 * 2**30), int(62.5 * 2**30)
@@ -95,6 +96,7 @@ class Assumptions:
         length: Number of tokens in a row: attention compares each of them with all others.
         loss: Whether a language model's loss does without all logits at once, as with `loss_in_slices`.
         lora: Rank of adapters on all linear layers but the head, on a frozen base. None trains all weights.
+        bits: Bits of a weight of that base in those layers: 4 is QLoRA, by bitsandbytes.
         devices: Devices of the machine, which share its memory and the bandwidth of that memory.
 
     Raises:
@@ -126,6 +128,7 @@ class Assumptions:
     length: int = 2048
     loss: Loss = "chunked"
     lora: int | None = None
+    bits: Literal[16, 4] = 16
     devices: int = 1
 
     def __post_init__(self) -> None:
@@ -142,6 +145,8 @@ class Assumptions:
             known = get_args(kind)
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(str, known))}.")
+        if self.bits == 4 and self.lora is None:
+            raise ValueError("`bits=4` rounds the frozen base of adapters: give `lora` a rank, such as 16.")
         if self.moments is not None and self.optimizer not in COMPACT:
             raise ValueError(f"`moments` is for {' and '.join(COMPACT)}, not `optimizer={self.optimizer!r}`.")
         if self.optimizer not in OPTIMIZERS:
@@ -166,7 +171,8 @@ class Assumptions:
             speed += f" to {self.compute_at_best:.0f}"
         devices = "a GPU" if self.devices == 1 else f"{self.devices} GPUs, each"
         rows = f" in rows of {self.length:,}" if self.length < self.tokens else ""
-        trained = "" if self.lora is None else f"LoRA of rank {self.lora}, "
+        base = " on a base of 4 bits" if self.bits == 4 else ""
+        trained = "" if self.lora is None else f"LoRA of rank {self.lora}{base}, "
         clipped = "not clipped" if self.gradient_clip_val is None else "clipped by norm"
         desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"

@@ -51,6 +51,8 @@ _NOT_EACH = re.compile(r"norm\w*\.linear$|\b(ff_context|add_[qkv]_proj|to_add_ou
 _ATTENTION_BACK = 2.5
 # a mixture's experts that are modules of their own
 _EXPERT = re.compile(r"\bexperts\.(\d+)\b")
+# for each byte of weights of 4 bits, the share of their scales, and the bytes of GPU memory that using them moves
+_SCALES, _UNPACKED = 1 / 32, 9
 # bytes of GPU memory that a compiled cast to FP8 reads and writes for a number, looking for the largest one first; and
 # one that also changes the layout, as gradients of weights are products over tokens
 _OF_CAST, _OF_CAST_BACK = 5, 7
@@ -77,7 +79,7 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     chosen = (getattr(part, "top_k", None) for part in module.modules())
     chosen_experts = next((number for number in chosen if isinstance(number, int)), None)
     if given.lora is not None:
-        _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype)
+        _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype, given.bits)
     division = find_units(module, given.units, given.resident, given.device_bytes)
     cast = weights_of_cast_layers(module) if is_mixed else set()
     # torchao's own casts need them as they are
@@ -85,7 +87,9 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
         if _in_fp8(part, given, vocabulary):
             cast -= set(map(id, part.parameters()))
     for weight in [weight for unit in division.units for weight in unit.weights]:
-        if dtype is not None and id(weight.master) in cast:
+        if weight.dtype is torch.uint8:  # two numbers share a byte
+            weight.layout = weight.layout.flatten()[::2]
+        elif dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
     return DividedModel(module, division, vocabulary, chosen_experts)
 
@@ -132,18 +136,23 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         add_seconds=(given.accumulate > 1) * 3 * masters / (given.host_bandwidth * 1e9),
         # the resident unit saves all the time, and the clock lets it compute only in forward
         rest_seconds=resident.backward_seconds,
-        outside_bytes=resident.ways[0].held,
+        # the scales of rounded weights do not stream
+        outside_bytes=resident.ways[0].held + int(_SCALES * sum(map(_rounded, division.all_units()))),
         turn_bytes=int(turn),
     )
 
 
-def _add_adapters(module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None) -> None:
+def _add_adapters(
+    module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None, bits: int
+) -> None:
     """Freeze a model, and add the numbers of an adapter to each of its linear layers but the head."""
     module.requires_grad_(False)
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and layer.out_features not in vocabulary:
             numbers = torch.empty(rank, layer.in_features + layer.out_features, device="meta", dtype=dtype)
             layer.adapter = nn.Parameter(numbers)
+            if bits == 4:
+                layer.weight = nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -219,12 +228,17 @@ def _casts(shapes: Sequence[torch.Size], given: Assumptions, share: float) -> tu
     return _OF_CAST * (inputs + numbers) / rate, back / rate, largest
 
 
+def _rounded(unit: Unit) -> int:
+    """Return the bytes of a unit's weights of 4 bits."""
+    return sum(weight.nbytes for weight in unit.weights if weight.dtype is torch.uint8)
+
+
 def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequence[Policy]) -> UnitWork:
     """Return the work of a unit; a matrix with as many rows as there are words makes logits."""
     matrices = [*_matrices(unit, given, model)]
     shapes = [shape for _, shape, _ in matrices]
     trained = [weight for weight in unit.weights if weight.master.requires_grad]
-    weights = sum(weight.nbytes for weight in unit.weights)
+    weights = sum(weight.master.nbytes for weight in unit.weights)
     masters = sum(weight.nbytes for weight in trained)
     # written to be sent
     lowered = sum(weight.compute_bytes for weight in trained if weight.lowered)
@@ -250,6 +264,10 @@ def _work(unit: Unit, given: Assumptions, model: DividedModel, policies: Sequenc
     share = masters / max(1, weights)  # of the weights whose gradients are computed
     converted = [shape for _, shape, in_fp8 in matrices if in_fp8]
     casts, casts_back, cast = _casts(converted, given, share)
+    if rounded := _rounded(unit):  # a matrix is made whole before it multiplies
+        unpacking = _UNPACKED * rounded / (REACHED_OF_MEMORY * given.device_bandwidth * 1e9)
+        casts, casts_back = casts + unpacking, casts_back + unpacking
+        cast = 2 * max(shape.numel() for shape in shapes)
     call = Footprint(inputs, saved - inputs, saved, int(_WORKING * saved) + cast, repeatable=True)
     once = forward + attention + casts
     is_free = given.optimizer_on == "auto"

@@ -2,8 +2,9 @@
 
 Models have the arguments of a class of their library, as they are published. They have the shapes of its layers, so
 that the library is not needed, and the command to train them, or adapters, with a recipe of `examples/`. Hosts have
-rates to assume, and some have a desktop. GPUs have about the memory that torch shows, the peak that their maker states
-and, by class, the share of it that training reaches (their *reach*). Each entry has its source.
+rates to assume, and some have a desktop. GPUs have about the memory that torch shows, the peak that their maker states,
+their generation and lanes of PCIe and, by class, the share of the peak that training reaches (their *reach*), and the
+host that they are in if none is named. Each entry has its source.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from difflib import get_close_matches
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -35,6 +37,7 @@ _OPTIONS = {
     "devices": "devices",
 }
 # words that people leave out of a card's name, or put before it
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]*[\w-](?<!\.json)")
 _MAKER = re.compile(r"nvidia|geforce|rtx|tesla|[\s-]")
 
 
@@ -53,24 +56,39 @@ def find(kind: Kind, name: str) -> Entry | None:
 
 def gpu_named(name: str) -> str | None:
     """Return the full name of a card; the argument may lack its maker and series: "4090", "rtx4090"."""
-    short = _MAKER.sub("", name.casefold())
-    return next((gpu for gpu in known("gpus") if _MAKER.sub("", gpu.casefold()) == short), None)
+    return next((gpu for gpu in known("gpus") if _short(gpu) == _short(name)), None)
 
 
-def rates_of_gpu(name: str) -> Entry:
-    """Return the assumptions about a card: its memory, its link, its lowest and highest speed, and FP8's gains."""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the names most like one that is not known: first those that begin like it."""
+    key = _short(name)
+    likeness = {each: SequenceMatcher(None, key, _short(each)).ratio() + _short(each).startswith(key) for each in names}
+    return ", ".join(sorted(likeness, key=likeness.__getitem__, reverse=True)[:3])
+
+
+def _short(name: str) -> str:
+    return _MAKER.sub("", name.casefold())
+
+
+def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry:
+    """Return the assumptions about a card: its memory, link and speed, FP8's gains, and the host that it is in.
+
+    A slot may have fewer PCIe `lanes` than the card, and has where several devices share those of a desktop.
+    """
     gpu = gpu_named(name)
     if gpu is None:
         raise ValueError(
-            f"gpu: {name!r} is not one of {', '.join(known('gpus'))}. Describe another one by `--device-memory`, "
-            "`--link` and `--compute`."
+            f"`--gpu`: {name!r} is not a card that is built in. The nearest ones: {nearest(name, known('gpus'))}. "
+            "Describe another one by `--device-memory`, `--link` and `--compute`."
         )
     entry = known("gpus")[gpu]
     reach = known("reaches")[entry["reach"]]
+    lanes = lanes or (reach["lanes_of_several"] if devices > 1 else entry["lanes"])
     gains: Entry = next((each for each in known("fp8").values() if gpu in each["cards"]), {})
     return {
+        **(rates_of_host(reach["host"]) if "host" in reach else {}),
         "device_memory": entry["device_memory"],
-        "link": entry["link"],
+        "link": entry["link"] * min(1, lanes / entry["lanes"]),
         "device_bandwidth": entry["memory_bandwidth"],
         "compute": entry["peak"] * reach["low"],
         "compute_at_best": entry["peak"] * reach["high"],
@@ -84,7 +102,7 @@ def rates_of_host(name: str) -> Entry:
     entry = find("hosts", name)
     if entry is None:
         raise ValueError(f"`--host`: {name!r} is not one of {', '.join(known('hosts'))}")
-    return {rate: value for rate, value in entry.items() if rate != "source"}
+    return {"desktop": False, **{rate: value for rate, value in entry.items() if rate != "source"}}
 
 
 def batch_of(name: str) -> dict[str, int]:
@@ -99,19 +117,19 @@ def batch_of(name: str) -> dict[str, int]:
 def recipe(name: str, given: Assumptions) -> str:
     """Return the command that trains a model as it was planned; nothing if no recipe does just that."""
     entry = find("models", name) or {}
-    script = find("recipes", entry.get("recipe", ""))
+    script = find("recipes", entry.get("recipe", "")) or {}
+    trained = "full" if given.lora is None else "lora" if given.bits == 16 else "qlora"
     length = min(given.tokens, given.length)
     takes_whole_rows = given.tokens % length == 0
     # recipes have no options for these
     is_usual = given.optimizer == "AdamW" and given.units is None and not given.resident
-    if script is None or not is_usual or not takes_whole_rows:
+    if trained not in script or not is_usual or not takes_whole_rows:
         return ""
-    size = f"--length {length}"
-    if "text_tokens" in entry:
-        side = _PIXELS * math.isqrt(max(0, length - entry["text_tokens"]))
-        if (side // _PIXELS) ** 2 + entry["text_tokens"] != length:
+    text = entry.get("text_tokens", 0)
+    side = _PIXELS * math.isqrt(max(0, length - text))
+    if "{side}" in script["size"]:
+        if (side // _PIXELS) ** 2 + text != length:
             return ""  # no image has that many
-        size = f"--side {side}"
     elif given.loss == "whole":
         return ""
     options = {
@@ -120,35 +138,32 @@ def recipe(name: str, given: Assumptions) -> str:
         "batch-size": given.tokens // length,
         **given.typed(_OPTIONS),
     }
-    typed = " ".join(f"--{option} {value}" for option, value in options.items())
-    command: str = script["full" if given.lora is None else "lora"]
     if given.fp8:
         if "has_fp8" not in script:
             return ""
-        typed += " --fp8"
-    return f"{command.format(hub=entry['hub'], lora=given.lora)} {size} {typed}"
+        options["fp8"] = ""
+    typed = (f"--{option} {value}".rstrip() for option, value in options.items())
+    command: str = " ".join(filter(None, [script[trained], script["size"], *typed]))
+    return command.format(hub=entry["hub"], lora=given.lora, length=length, side=side)
 
 
 def named_model(name: str) -> nn.Module:
     """Build a model with a known name, or with a configuration of transformers, on the meta device."""
     is_file = Path(name).exists()
     shapes = None if is_file else find("shapes", name)
-    near = get_close_matches(name.rpartition("/")[2], known("models"), n=3, cutoff=0.6)
-    nearest = f" The nearest names that are built in: {', '.join(near)}." if near else ""
     with torch.device("meta"):
         if shapes is not None:
             return of_shapes(shapes)
-        if "/" not in name and not is_file:
-            raise ValueError(
-                f"model: {name!r} is neither built in (see `plan --help`), nor a class, nor a file.{nearest} A model "
-                "of the hub has its organization before its name."
-            )
         try:
+            if not is_file and not _ON_HUB.fullmatch(name):
+                raise ValueError("A model of the hub has its organization before its name.")
             return of_transformers(import_module("transformers").AutoConfig.from_pretrained(name))
         except (ImportError, OSError, ValueError) as error:
+            near = nearest(name.rpartition("/")[2], known("models"))
+            reason = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a "
-                f"configuration of transformers.{nearest} {error}"
+                f"model: {name!r} is neither a class, nor built in (see `plan --help`), nor a configuration of "
+                f"transformers (a file, folder or name on the hub). Nearest names that are built in: {near}. {reason}"
             ) from error
 
 

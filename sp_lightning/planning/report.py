@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from torch import nn
 
@@ -15,18 +16,27 @@ from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import Assumptions, as_sold, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
+from sp_lightning.planning.clock import predict
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 # from how many seconds on, how many one has, and its name
-_LONG_TIMES = ((172_800, 86_400, "days"), (5_400, 3_600, "hours"), (90, 60, "minutes"), (0, 1, "seconds"))
+_LONG_TIMES = (
+    (172_800, 86_400, "days"),
+    (5_400, 3_600, "hours"),
+    (90, 60, "minutes"),
+    (0.1, 1, "seconds"),
+    (0, 1e-3, "milliseconds"),
+)
 _HEAD = f"{'':<34}{'GPU memory':>11}{'RAM':>11}{'step':>11}  bottleneck"
 _PLACES = {"device": "GPU memory", "host": "RAM"}
 _WIDTH = 110
 _PAYS = 1.05  # times as fast as in 16 bits, from which FP8 is worth its rounding
-_RANK = 16  # rank of the adapters that are planned if training all weights does not fit
+RANK = 16
+"""Rank of the adapters that are planned if training all weights does not fit."""
+
 _GIB = 2**30
 _NANOSECOND = 1e-9
 _BOTTLENECKS = {
@@ -56,6 +66,7 @@ class Row:
     error: TooLittleMemory | None = None  # why nothing fits
     units: int = 0  # number of units of the model
     has_logits: bool = False  # whether it makes logits, over a vocabulary
+    checkpoint_bytes: int = 0  # trained weights and optimizer state on disk
 
     def __str__(self) -> str:
         given, step = self.given, self.step
@@ -130,11 +141,11 @@ class Row:
         staying, streamed, visiting = self.living, self.units - self.living, len(step.choice.visiting)
         places = []
         if staying:
-            places.append(f"{staying} stay on the GPU with their optimizer state")
+            places.append(f"the GPU keeps {staying} with optimizer state")
         if streamed:
-            places.append(f"{streamed} stream through k={step.choice.k} places")
+            places.append(f"{'it' if staying else 'the GPU'} streams {streamed} through k={step.choice.k} places")
         if visiting:
-            places.append(f"the GPU updates {visiting} of these while their state passes through")
+            places.append(f"it updates {visiting} of these while their state passes through")
         if visiting < streamed:
             places.append(f"the CPU updates {'the other ' if visiting else ''}{streamed - visiting}")
         return f"Of {self.units} units, {', '.join(places)}. Activations: {ways}."
@@ -177,7 +188,11 @@ class Report:
         assumed = textwrap.fill(f"Assumed: {self.rows[0].given}", _WIDTH)
         parts = [self.answer(), f"{self.sizes}\n{assumed}", "\n".join(table)]
         if self.best.step is not None:
-            parts.append(f"{textwrap.fill(self.best.choice(), _WIDTH)}\n\nType:\n{self.best.code()}")
+            disk = f"A checkpoint takes {readable_bytes(self.best.checkpoint_bytes)} of disk space"
+            parts.append(
+                f"{textwrap.fill(self.best.choice(), _WIDTH)}\n{disk}, and there are two while one is written."
+                f"\n\nType:\n{self.best.code()}"
+            )
         return "\n\n".join(parts)
 
     def answer(self) -> str:
@@ -227,7 +242,8 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
         title: Name of the model in the answer; by default, the name of its class.
 
     Raises:
-        ValueError: If the model has no parameters, or some without a shape; or if `units` or `resident` do not fit it.
+        ValueError: If the model has no parameters, some without a shape, or convolutions over images; or if `units` or
+            `resident` do not fit it.
 
     Examples:
         >>> print(plan(model, Assumptions(device_memory="24GB", tokens=8 * 2048)))
@@ -243,6 +259,12 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if not parameters:
         raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
+    if name := _convolution(module):
+        raise ValueError(
+            f"{title} has convolutions ({name!r}): their activations grow with the images, so GPU memory and speed are "
+            f"not planned. {parameters:,} parameters need {readable_bytes(16 * parameters)} of RAM in FP32 with AdamW. "
+            "`sp-lightning check cuda --model CLASS --data CLASS` trains six steps of it on your GPU."
+        )
     rows = [plan_row(module, way) for way in ladder(given)]
     fits = any(row.step is not None for row in rows)
     remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
@@ -252,12 +274,26 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     return report
 
 
+def _convolution(module: nn.Module) -> str:
+    """Return the name of a convolution that is no cutting into patches; nothing if there is none."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d | nn.Conv3d)]
+    # models that are built in have no strides, and no such layer
+    return next((name for name, layer in layers if "stride" in vars(layer) and layer.kernel_size != layer.stride), "")
+
+
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
     """Plan one way to train, at the device's lowest speed and, if that is known, at its best."""
     model = divide(module, given)
     workload, machine = estimate_work(model, given), assumed_machine(given)
     budget, host_budget = given.device_room, given.host_room
-    row = Row(given, None, units=len(workload.units), has_logits=workload.turn_bytes > 0)
+    trained = [weight for weight in model.module.parameters() if weight.requires_grad]
+    row = Row(
+        given,
+        None,
+        units=len(workload.units),
+        has_logits=workload.turn_bytes > 0,
+        checkpoint_bytes=sum(weight.nbytes for weight in trained) + given.state_bytes(trained),
+    )
     try:
         step = choose(workload, machine, budget, host_budget=host_budget)
     except TooLittleMemory as error:
@@ -266,7 +302,11 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     if given.compute_at_best is not None:
         gain = given.fp8_gain_at_best or given.fp8_gain
         faster = estimate_work(model, replace(given, compute=given.compute_at_best, fp8_gain=gain))
-        at_best = choose(faster, machine, budget, host_budget=host_budget)
+        # the search may miss the plan of the lower speed, which is there at the higher one, too
+        ways = zip(faster.units, step.choice.ways, strict=True)
+        same = replace(step.choice, ways=tuple(unit.way(way.policy) for unit, way in ways))
+        found = choose(faster, machine, budget, host_budget=host_budget)
+        at_best = min(found, predict(faster, machine, same), step, key=attrgetter("seconds"))
     first = first_host_bytes(workload, first_choice(workload, budget, host_budget))
     return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
 
@@ -314,8 +354,11 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
         )
     if last.error.place == "host" and given.gradient_clip_val is not None:
         yield "without clipping", replace(given, gradient_clip_val=None)
+    lora = replace(first.given, lora=given.lora or RANK)
     if given.lora is None:
-        yield f"with LoRA on a frozen base (`--lora {_RANK}`)", replace(first.given, lora=_RANK)
+        yield f"with LoRA on a frozen base (`--lora {RANK}`)", lora
+    if given.bits != 4 and last.has_logits:  # recipes for images load a base before they round it
+        yield f"with QLoRA, on a base of 4 bits (`--lora {lora.lora} --bits 4`)", replace(lora, bits=4)
 
 
 def _typed(given: Assumptions, arguments: Mapping[str, str]) -> list[str]:

@@ -24,6 +24,16 @@ def test_each_figure_is_on_a_page():
     assert places == plan_machines.FIGURES.keys()
 
 
+def test_no_range_is_upside_down():
+    """Of all planned figures, also where the search at the higher speed misses the plan of the lower one."""
+    rows = [*FIGURES["machines"], FIGURES["users"], FIGURES["more"], *(row.values() for row in FIGURES["offers"])]
+    cells = [cell for row in rows for cell in row]
+    speeds = [cell["speed"].replace(",", "").split(" to ") for cell in cells if cell["fits"]]
+    ranges = [(float(speed[0]), float(speed[-1])) for speed in speeds] + FIGURES["replay"]
+    assert len(ranges) > 100
+    assert [speed for speed in ranges if speed[0] > speed[1]] == []
+
+
 @pytest.mark.parametrize(("number", "column"), [(0, 0), (2, 2), (7, 6)])
 def test_figures_are_those_of_the_planner(number: int, column: int):
     """Some of them. If they differ, `python tools/plan_machines.py` plans all again, in minutes."""

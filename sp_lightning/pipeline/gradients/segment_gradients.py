@@ -63,7 +63,8 @@ class Gradient:
         self.norm = norm
         self.is_on_device = is_on_device
         self.is_sum = is_sum
-        self.weight.note_gradient(GradientLife.OURS)
+        if self.weight.gradient_life is not GradientLife.SPENT:
+            self.weight.gradient_life = GradientLife.OURS
 
     def check_readable(self) -> None:
         """Raise if the gradient cannot be read or changed, because a step has used it, and it was dropped."""
@@ -98,7 +99,8 @@ class Gradient:
         """Drop the engine's tensor, if there is one."""
         self.tensor = self.norm = None
         self.factors = ()
-        self.weight.note_gradient(GradientLife.NONE)
+        if self.weight.gradient_life is not GradientLife.SPENT:
+            self.weight.gradient_life = GradientLife.NONE
 
     def zero(self, to_none: bool) -> None:
         """Do what `zero_grad` does with the gradient: make it None, or zeros."""

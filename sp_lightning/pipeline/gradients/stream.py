@@ -215,7 +215,7 @@ class GradientStream:
         """Drop the engine's gradients that a step has used; a user's `.grad` stays until the user zeroes it."""
         for gradient in gradients:
             if gradient.tensor is not None:
-                gradient.weight.note_gradient(GradientLife.SPENT)
+                gradient.weight.gradient_life = GradientLife.SPENT
             gradient.drop()
 
     def drop_used(self, on_host_too: bool = True) -> None:

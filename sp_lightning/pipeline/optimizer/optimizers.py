@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -129,10 +129,11 @@ class Optimizers:
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
                 ours = self._gradients  # those of other models may have been taken out before
-                stand_in.param_groups = [
-                    {**group, "params": [each for each in group["params"] if id(each) not in ours]}
-                    for group in stand_in.param_groups
-                ]
+                groups = []
+                for group in stand_in.param_groups:
+                    are_others = [identity not in ours for identity in map(id, group["params"])]
+                    groups.append({**group, "params": [*compress(group["params"], are_others)]})
+                stand_in.param_groups = groups
             elif self._is_follower:
                 self._steps.stream.consume(optimizer_weights.gradients)
                 # The optimizer skips parameters without a gradient.
@@ -171,8 +172,8 @@ class Optimizers:
                 self._step_in_backward = None
             if self.afterwards is not Afterwards.KEPT_UNTIL_ZEROED:
                 for gradient in optimizer_weights.gradients:
-                    if gradient.tensor is not None:
-                        gradient.weight.note_gradient(GradientLife.USED)
+                    if gradient.weight.gradient_life is GradientLife.OURS:
+                        gradient.weight.gradient_life = GradientLife.USED
             if self._processes is not None:
                 self._processes.look_at_copies(changed_alike=True)
             self._steps.visits.end_step()

@@ -301,12 +301,6 @@ class Weight:
         self.current_memory = self.engine_memory = host
         self._address = host.data_ptr()
 
-    def note_gradient(self, life: GradientLife) -> None:
-        """Note what has become of the gradient; if it is spent, it stays so until it is zeroed."""
-        assert (self.gradient_life, life) != (GradientLife.NONE, GradientLife.USED), self.name
-        if self.gradient_life is not GradientLife.SPENT:
-            self.gradient_life = life
-
     def write_to_master(self, arrived: Tensor) -> None:
         """Write values to the master that a forward has written on the device."""
         self.master.copy_(arrived)  # torch counts this write

@@ -27,7 +27,7 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.units.unit import Residency, Unit
 from sp_lightning.pipeline.weights.segment import NOTHING
@@ -328,7 +328,12 @@ class Window(MasterAccess):
         if unit.conflicts:
             self._units_in_places.add(unit)
         unit.presence.uploads = [ticket for ticket in unit.presence.uploads if not ticket.done]
-        step = self._step_before_copies(unit)
+        step = None  # the host's step that copies of the unit follow
+        visit = unit.update.pending_visit
+        if visit is not None:  # it brings new weights itself
+            unit.presence.uploads.append(visit.begin())
+        elif self.is_being_stepped(unit):
+            step = unit.update.ticket
         for segment in unit.segments:
             if segment.epoch_on_device == segment.epoch:
                 continue  # the segment is still in its place: only others were stepped
@@ -342,14 +347,6 @@ class Window(MasterAccess):
         unit.presence.become(Residency.COMING)
         if not unit.resident:
             self.stats.loads += 1
-
-    def _step_before_copies(self, unit: Unit) -> Ticket | None:
-        """Return the host's step that copies of a unit follow; a visit begins now, and brings new weights itself."""
-        visit = unit.update.pending_visit
-        if visit is not None:
-            unit.presence.uploads.append(visit.begin())
-            return None
-        return unit.update.ticket if self.is_being_stepped(unit) else None
 
     def _evict(self, unit: Unit) -> None:
         """Give a unit's place away."""
