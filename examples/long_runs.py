@@ -168,18 +168,18 @@ class LastCheckpoint(ModelCheckpoint):
         self.look_for_room(trainer, pl_module)
 
     def look_for_room(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """End the run if the disk has no room for two checkpoints, as there are while one is written."""
+        """End the run if the disk has no room for two checkpoints, as there are while one is written, and the best."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         moments = trainer.optimizers[0].defaults.get("moments")
         optimizer = Assumptions(precision=trainer.precision, moments=moments)
-        size = sum(parameter.nbytes for parameter in trained) + optimizer.state_bytes(trained)
+        weights = sum(parameter.nbytes for parameter in trained)
+        size = weights + optimizer.state_bytes(trained)
+        most = 2 * size + weights * (len(trainer.checkpoint_callbacks) - 1)
         folder = Path(self.dirpath)
-        before = sum(file.stat().st_size for file in folder.glob("last.ckpt"))
+        before = sum(file.stat().st_size for file in folder.glob("*.ckpt"))
         folder.mkdir(parents=True, exist_ok=True)
-        if 2 * size > shutil.disk_usage(folder).free + before:
-            each, needed, free = (
-                nbytes / 2**30 for nbytes in (size, 2 * size - before, shutil.disk_usage(folder).free)
-            )
+        if most > shutil.disk_usage(folder).free + before:
+            each, needed, free = (nbytes / 2**30 for nbytes in (size, most - before, shutil.disk_usage(folder).free))
             sys.exit(
                 f"error: a checkpoint takes {each:.1f} GiB, and there are two while one is written. {folder} needs "
                 f"{needed:.1f} GiB of disk space, but has {free:.1f} GiB. Free some, or take another --output"

@@ -181,7 +181,7 @@ def test_the_timeline_of_a_fit(tmp_path, messages):
     assert '"name": "blocks.0", "cat": "forward"' in text
     assert '"steps": 2' in text
     said, _ = [text for text in messages() if text.startswith("A step takes")]  # of two streamed runs
-    assert "The device computes" in said
+    assert "Layers compute" in said
 
 
 @pytest.mark.parametrize(

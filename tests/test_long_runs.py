@@ -98,14 +98,14 @@ def test_a_run_that_has_ended_takes_no_step_again(capsys):
 
 
 def test_a_full_disk_is_seen_before_the_first_step(monkeypatch):
-    """Two checkpoints must have room, of trained weights and the optimizer's state."""
+    """Two checkpoints must have room, of trained weights and the optimizer's state, and the weights of the best one."""
     parameters = sum(weight.numel() for weight in ChatLM(layers=1, hidden=16, heads=2).parameters())
     command = [*TINY, "--epochs=1", "--save-every=9", "--output=out"]
     usage = long_runs.shutil.disk_usage(".")
-    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=23 * parameters))
+    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=27 * parameters))
     with pytest.raises(SystemExit, match=r"error: a checkpoint takes .*/checkpoints needs .* but has .*--output"):
         import_module("finetune_chat").main(command)
-    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=25 * parameters))
+    monkeypatch.setattr(long_runs.shutil, "disk_usage", lambda _: usage._replace(free=29 * parameters))
     monkeypatch.setattr(ChatLM, "training_step", interrupt)
     with pytest.raises(Stopped):
         import_module("finetune_chat").main(command)

@@ -16,6 +16,7 @@ from sp_lightning import timeline
 from sp_lightning.pipeline import Kind, Lane, Recording, Span
 from sp_lightning.timeline import break_down, write_timeline
 
+NODE = shutil.which("node")
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 
 
@@ -103,7 +104,7 @@ def test_a_recording_in_numbers():
 @pytest.mark.parametrize(
     ("machine", "lane", "words"),
     [
-        ({}, Lane.COMPUTE, "computes 95% of the time, and waits 5% for weights. Computing is the bottleneck."),
+        ({}, Lane.COMPUTE, "compute 95% of the time, and wait 5% for weights. Computing is the bottleneck."),
         ({"load": 5e-3}, Lane.TO_DEVICE, "for weights. The bottleneck is copying from CPU memory to the GPU, busy"),
         ({"step": 7e-3}, Lane.HOST, "for weights. The bottleneck is work on the CPU"),
         ({"gradients": 7e-3}, Lane.TO_HOST, "The bottleneck is copying from the GPU to CPU memory"),
@@ -124,7 +125,7 @@ def test_a_step_of_mostly_idle_time_has_no_bottleneck():
     recording.steps[0] = begin, end + 0.5 * (end - begin)
     numbers = break_down(recording)
     assert numbers.bottleneck is None
-    assert "In 33% of the time no unit computes" in numbers.headline()
+    assert "In 33% of the time no layer computes" in numbers.headline()
 
 
 def test_a_page_that_needs_nothing(tmp_path):
@@ -183,8 +184,8 @@ document.getElementById("report").textContent = JSON.stringify(report);
 @pytest.mark.parametrize(
     ("dark", "machine", "lanes", "label"),
     [
-        (False, {}, ["compute", "host to device", "device to host", "host"], "layers.0"),
-        (True, {"visit": 1e-3}, ["compute", "host to device", "device to host", "visits"], "0"),
+        (False, {}, ["compute", "CPU to GPU", "GPU to CPU", "CPU"], "layers.0"),
+        (True, {"visit": 1e-3}, ["compute", "CPU to GPU", "GPU to CPU", "updates on the GPU"], "0"),
     ],
     ids=["light", "dark, visits"],
 )
@@ -222,6 +223,27 @@ def drawn(recording: Recording) -> list[Span]:
     """What a picture shows, in its order: what is inside of the steps, and stalls on top."""
     inside = [span for span in recording.spans if span.begin < recording.steps[-1][1]]
     return sorted(inside, key=lambda span: (span.kind is Kind.STALL, span.begin, -span.end))
+
+
+def pieces(calls: list[dict[str, object]]) -> list[list[object]]:
+    """The bars of calls, as the page's own code cuts them."""
+    page = (Path(timeline.__file__).parent / "page.html").read_text(encoding="utf-8")
+    code = page[page.index("function cutAtInnerCalls") : page.index("const computes =")]
+    asks = f"{code}; console.log(JSON.stringify(cutAtInnerCalls({json.dumps(calls)})))"
+    done = subprocess.run([str(NODE), "-e", asks], capture_output=True, text=True, check=True)
+    return [[piece["name"], piece["begin"], piece["end"]] for piece in json.loads(done.stdout)]
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed")
+def test_a_unit_that_calls_others_is_drawn_around_them() -> None:
+    """It has a bar before, between and after them, at any depth; other bars are whole."""
+    outer = {"name": "outer", "begin": 0, "end": 10}
+    inner = [{"name": "a", "begin": 2, "end": 4}, {"name": "b", "begin": 4, "end": 8}]
+    deep = {"name": "c", "begin": 5, "end": 6}
+    found = pieces([outer, *inner, deep, {"name": "next", "begin": 10, "end": 12}])
+    assert sorted(found, key=lambda piece: piece[1]) == [
+        ["outer", 0, 2], ["a", 2, 4], ["b", 4, 5], ["c", 5, 6], ["b", 6, 8], ["outer", 8, 10], ["next", 10, 12]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.label)

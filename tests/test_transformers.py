@@ -213,7 +213,7 @@ def test_a_run_says_once_what_streams(tmp_path: Path) -> None:
     plan, outcome = said
     assert "superpipeline runs LlamaForCausalLM as follows:\ndevice  " in plan
     assert re.search(r"\nunits +5: 2 at a time on the CPU", plan)
-    assert re.search(r"superpipeline: 8 batches, \d+ unit loads .* A batch takes .* The device computes \d+%", outcome)
+    assert re.search(r"superpipeline: 8 batches, \d+ unit loads .* A batch takes .* Layers compute \d+%", outcome)
 
 
 def test_names_that_are_relied_on(tmp_path: Path) -> None:

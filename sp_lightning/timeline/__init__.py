@@ -73,18 +73,18 @@ class Breakdown:
 
     def headline(self) -> str:
         """Say in a sentence or two where the time went."""
-        device = f"The device computes {self.share(self.busy[Lane.COMPUTE]):.0%} of the time"
+        said = f"Layers compute {self.share(self.busy[Lane.COMPUTE]):.0%} of the time"
         longest = sorted(self.stalls.items(), key=lambda stall: -stall[1])
         waits = [f"{self.share(each):.0%} for {cause}" for cause, each in longest if self.share(each) > 0.01]
-        device += f", and waits {' and '.join(waits)}." if waits else ", and hardly ever waits for a copy."
+        said += f", and wait {' and '.join(waits)}." if waits else ", and hardly ever wait for a copy."
         lane = self.bottleneck
         if lane is None:
-            elsewhere = "of the time no unit computes: loss, data, loop or optimizer"
-            return f"{device} In {self.share(self.elsewhere):.0%} {elsewhere}."
+            elsewhere = "of the time no layer computes: loss, data, loop or optimizer"
+            return f"{said} In {self.share(self.elsewhere):.0%} {elsewhere}."
         if lane is Lane.COMPUTE:
-            return f"{device} Computing is the bottleneck."
+            return f"{said} Computing is the bottleneck."
         busy = f"{self.share(self.busy[lane]):.0%}"
-        return f"{device} The bottleneck is {_BOTTLENECKS[lane]}, busy {busy} of the time."
+        return f"{said} The bottleneck is {_BOTTLENECKS[lane]}, busy {busy} of the time."
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of recorded steps that the callback logs, for one step (docs/timeline.md)."""
