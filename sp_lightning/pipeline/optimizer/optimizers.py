@@ -104,8 +104,8 @@ class Optimizers:
                 if unit.users:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} steps weights of {unit.name!r} inside of a forward that "
-                        "computes with them, and that would continue with the old values. "
-                        "Step after that forward, for example in `training_step`."
+                        "computes with them. That forward would continue with the old values. Step after it, "
+                        "for example in `training_step`."
                     )
             for gradient in optimizer_weights.gradients:
                 weight = gradient.weight
@@ -114,8 +114,8 @@ class Optimizers:
             why_not = why_not_by_unit(optimizer)
             if why_not is not None and self._overlaps is True:
                 raise ValueError(
-                    f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
-                    "step as in plain training."
+                    f"`overlap_optimizer=True` is not possible, because {why_not}. Set it to "
+                    "'auto' to let this optimizer step as in plain training."
                 )
             self.check_drive(optimizer)
             window = self._steps.window
@@ -225,8 +225,8 @@ class Optimizers:
             steps.window.backend.drain()
             steps.stream.abandon()  # nothing reads landing buffers any more
             warnings.warn(
-                f"superpipeline: the step of {type(optimizer).__name__} has failed. Some weights may "
-                "have taken it, and others not: continue from a checkpoint.",
+                f"superpipeline: the step of {type(optimizer).__name__} has failed. Some weights may have "
+                "taken it, and others not. Continue from a checkpoint.",
                 stacklevel=2,
             )
             raise
