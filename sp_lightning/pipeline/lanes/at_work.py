@@ -1,4 +1,4 @@
-"""Scopes of the engine's own work, of one thread at a time, and of optimizers' steps; neither works in a fork.
+"""Scopes of the engine's own work, of one thread at a time, and of optimizers' steps. None of them works in a fork.
 
 The guard of weights lets both pass. [Note: one thread, one stream] in pipeline/__init__.py has why one thread computes.
 
