@@ -1,4 +1,4 @@
-"""Scopes of steps and the calls of modules in them: which call opens a step or enters a unit, and which thread computes.
+"""Scopes of steps and the calls of modules in them: which call opens a step or enters a unit; which thread computes.
 
 story.py tells what happens at each event.
 """
