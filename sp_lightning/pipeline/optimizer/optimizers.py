@@ -112,7 +112,11 @@ class Optimizers:
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
-                self._take_weights_out(stand_in)
+                groups = []
+                for group in stand_in.param_groups:  # weights of other models may have been taken out before
+                    are_others = [identity not in self._gradients for identity in map(id, group["params"])]
+                    groups.append({**group, "params": [*compress(group["params"], are_others)]})
+                stand_in.param_groups = groups
             elif self._is_follower:
                 self._leave_step_to_keeper(optimizer_weights)
             elif optimizer_weights.gradients:
@@ -141,15 +145,6 @@ class Optimizers:
                 "training."
             )
         self.check_drive(optimizer)
-
-    def _take_weights_out(self, stand_in: Optimizer) -> None:
-        """Leave a stand-in the weights of others; those of other models may have been taken out before."""
-        ours = self._gradients
-        groups = []
-        for group in stand_in.param_groups:
-            are_others = [identity not in ours for identity in map(id, group["params"])]
-            groups.append({**group, "params": [*compress(group["params"], are_others)]})
-        stand_in.param_groups = groups
 
     def _leave_step_to_keeper(self, optimizer_weights: OptimizerWeights) -> None:
         """Take gradients away: another process steps the weights, and an optimizer skips those without a gradient."""
