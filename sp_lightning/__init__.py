@@ -67,6 +67,7 @@ def superpipeline(  # noqa: D417 - PipelineOptions describes them
     pin_memory: bool = True,
     host_threads: int | Auto = "auto",
     compile: CompileOptions = False,
+    nvme_path: str | None = None,
     debug: bool = False,
     **unknown: Any,
 ) -> Pipeline:

@@ -80,6 +80,7 @@ class StrategyWithOptions:
         pin_memory: bool = True,
         host_threads: int | Auto = "auto",
         compile: CompileOptions = False,
+        nvme_path: str | None = None,
         debug: bool = False,
         checkpoint_io: CheckpointIO | None = None,
         process_group_backend: str | None = None,

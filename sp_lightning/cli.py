@@ -49,8 +49,8 @@ from sp_lightning.planning.known import (
     gpu_named,
     known,
     named_model,
+    rates_of,
     rates_of_gpu,
-    rates_of_host,
     recipe,
 )
 from sp_lightning.planning.offers import HEAD, offers
@@ -220,7 +220,9 @@ def _plan(arguments: Sequence[str]) -> None:
     if options.gpu is None:
         rates.pop("device_memory", None)  # the GPU itself is asked
     if options.host is not None:
-        rates |= rates_of_host(options.host)
+        rates |= rates_of("hosts", options.host)
+    if options.nvme is not None:
+        rates |= rates_of("drives", options.nvme)
     if options.measure:
         rates |= measure()
     if any(each.partition("=")[0] == "--compute" for each in arguments):
@@ -290,6 +292,7 @@ def _row(row: Row) -> dict[str, Any]:
         "seconds": step.seconds,
         "tokens_per_second": row.tokens_per_second,
         "bottleneck": step.bottleneck.value,
+        "bytes_to_drive": step.bytes_to_drive,
         "k": step.choice.k,
         "policies": Counter(way.policy for way in step.choice.ways),
         "units": row.units,
@@ -326,6 +329,10 @@ def _plan_parser() -> ArgumentParser:
         type=int,
         choices=(1, 2, 4, 8, 16),
         help="PCIe lanes of each GPU: the card's, or 8 for several GPUs in a desktop",
+    )
+    parser.add_argument(
+        "--nvme",
+        help=f"the drive for optimizer state that RAM has no room for: {', '.join(known('drives'))}",
     )
     parser.add_argument(
         "--measure",

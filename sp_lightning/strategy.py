@@ -135,11 +135,15 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         has_limit = pipeline is not None and pipeline.budget is not None
         nobody_looks = all(plan.gradients_may_wait for plan in plans)
         some_wait = has_limit and nobody_looks and not self.is_distributed
+        if pipeline is not None:
+            for optimizer in self.optimizers:
+                pipeline.optimizers.check_drive(optimizer)
         room = room_for_gradients(
             self.optimizers,
             some_wait,
             self.lightning,
             gradients_pass,
+            has_drive=self.options.nvme_path is not None,
             or_else=partial(keep_units_on_device, pipeline, self.optimizers, gradients_pass, some_wait, micro_steps),
         )
         if pipeline is not None:

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning.optim import passes
 from sp_lightning.pipeline.gradients import routes
-from sp_lightning.pipeline.lanes.lanes import do_nothing
-from sp_lightning.pipeline.optimizer import clipping, unit_steps, visit
+from sp_lightning.pipeline.lanes.lanes import Kind, do_nothing
+from sp_lightning.pipeline.optimizer import clipping, state_ring, unit_steps, visit
 from sp_lightning.pipeline.processes.averages import SharedSums
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import note_stepped
@@ -43,6 +43,14 @@ def _of_step(_: None, unit: Unit, step: Any, updates: Any, *args: Any) -> Access
     of_all = [update for of_group in updates.values() for update in of_group]
     reads = [each for _, gradient, _, _, factors in of_all for each in (gradient, *factors)]
     return reads, [each for weight, _, state, copy, _ in of_all for each in (weight, copy, *tree_leaves(state))]
+
+
+def _of_request(_: Any, kind: Kind, buffer: Any, piece: Any, name: str) -> Accesses:
+    return ([], [buffer.memory]) if kind is Kind.READ else ([buffer.memory], [])
+
+
+def _of_buffer(buffer: Any, passes: Any) -> Accesses:
+    return [], [buffer.memory]  # the job of the unit, in which it runs, has all else
 
 
 def _of_sums(_: None, sums: Any, dtype: object) -> Accesses:
@@ -85,6 +93,8 @@ _ACCESSES: dict[Any, Callable[..., Accesses]] = {
     routes.LateGradients._send: _of_return,
     routes._add_up: _of_sums,
     clipping._find_factor: _of_factor,
+    state_ring._Buffer.step: _of_buffer,
+    state_ring.StateRing._move: _of_request,
     passes.add: lambda _, total, added: ([added], [total]),
     SharedSums.land: _of_shares,
 }

@@ -37,7 +37,7 @@ from sp_lightning.pipeline.gradients.gradient_memory import GradientMemory, Land
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.lanes.accelerator import HostBackend
 from sp_lightning.pipeline.lanes.backend import Backend, Trace
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket, Worker
 from sp_lightning.pipeline.processes.box import SharedMemory
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
@@ -223,7 +223,13 @@ class OrderCheck:
         ticket = yield
         self.ask(ticket, self._what, self._computing, [source], [target], "down")
 
-    def _job(self, _: Backend, job: Job) -> Hook:
+    def _on_drive(self, worker: Worker, job: Job) -> Hook:
+        if worker._name.endswith(("-drive", "-read", "-write")):
+            yield from self._job(worker, job)
+        else:
+            yield
+
+    def _job(self, _: Any, job: Job) -> Hook:
         owner, args = getattr(job.cleanup, "__self__", None), getattr(job.cleanup, "args", ())
         for buffer in [owner, *chain.from_iterable(each for each in args if isinstance(each, list))]:
             if isinstance(buffer, LandingBuffer):
@@ -338,7 +344,8 @@ class OrderCheck:
         hooks: list[tuple[type, str, Callable[..., Hook]]] = [
             (Trace, "_request", self._note_name), (Trace, "work", self._note_name),
             (HostBackend, "upload", self._upload), (HostBackend, "download", self._download),
-            (Backend, "work", self._job), (Backend, "issue_when_ready", self._job),
+            (Backend, "work", self._job), (Worker, "submit", self._on_drive),
+            (Backend, "issue_when_ready", self._job),
             (HostBackend, "submit_to_lane", self._beside), (HostBackend, "wait", self._wait), (Job, "run", self._run),
             (Backend, "computed", self._computed), (Job, "join", self._join), (HostBackend, "drain", self._drain),
             (routes.LandingBuffers, "take", self._take_landing), (routes.StagingBuffers, "take", self._take_staging),

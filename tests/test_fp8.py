@@ -30,7 +30,7 @@ from sp_lightning import Assumptions, optim, plan
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.planning import known
 from sp_lightning.planning.estimate import estimate
-from sp_lightning.planning.known import named_model, rates_of_gpu, rates_of_host
+from sp_lightning.planning.known import named_model, rates_of, rates_of_gpu
 from sp_lightning.planning.report import Report
 from sp_lightning.planning.work import Workload
 
@@ -295,7 +295,7 @@ def test_a_gpu_compiles_the_casts() -> None:
 def planned(gpu: str, **given: Any) -> Report:
     assumed = {"fp8": True, "precision": "bf16-true", "moments": "int8", "host_memory": "64GiB", **given}
     return plan(
-        named_model("Qwen3-8B"), Assumptions(**{**rates_of_gpu(gpu), **rates_of_host("desktop DDR5"), **assumed})
+        named_model("Qwen3-8B"), Assumptions(**{**rates_of_gpu(gpu), **rates_of("hosts", "desktop DDR5"), **assumed})
     )
 
 

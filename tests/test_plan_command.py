@@ -242,10 +242,16 @@ def test_nothing_fits(arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "changes"),
     [
-        ("Qwen3-8B --device_memory 16GiB --host_memory 57GiB --gradient_clip_val 1", ["without clipping", "on a mach"]),
+        (
+            "Qwen3-8B --device_memory 16GiB --host_memory 57GiB --gradient_clip_val 1",
+            ['with optimizer state on a drive (`--nvme "PCIe 4"`)', "without clipping", "on a machine with"],
+        ),
         ("Qwen3-8B --host_memory 10GiB", ["on a machine with"]),  # neither do adapters fit
         ("Qwen3-8B --host_memory 16GiB", ["with QLoRA, on a base of 4 bits (`--lora 16 --bits 4`)", "on a machine"]),
-        ("Qwen3-8B --host_memory 32GiB", ["with LoRA on a frozen base (`--lora 16`)", "on a machine with"]),
+        (
+            "Qwen3-8B --host_memory 32GiB",
+            ["with optimizer state on a drive", "with LoRA on a frozen base (`--lora 16`)", "on a machine with"],
+        ),
         ("Qwen3-0.6B --host_memory 7GiB --lora 512", ["on a machine with 24.0 GiB of GPU memory and 10.0 GiB of RAM"]),
         ("Llama-3.1-8B --tokens 65536 --lora 8", ["in batches of 32,768 tokens, 2 of them in a step", "on a machine"]),
         ("Qwen3-0.6B --loss whole --tokens 16384", ["with `loss_in_slices(model)`", "on a machine with"]),

@@ -92,8 +92,8 @@ def test_a_recording_in_numbers():
         )
     )
     assert numbers.seconds == 10
-    assert numbers.busy == dict(zip(Lane, [7, 2, 2.5, 0.5, 1], strict=True))
-    assert numbers.nbytes == dict(zip(Lane, [0, 2500, 700, 900, 0], strict=True))
+    assert numbers.busy == dict(zip(Lane, [7, 2, 2.5, 0.5, 1, 0, 0], strict=True))
+    assert numbers.nbytes == dict(zip(Lane, [0, 2500, 700, 900, 0, 0, 0], strict=True))
     assert numbers.stalled == 2
     assert numbers.stalls == {"weights": 1, "gradients": 1}
     assert numbers.elsewhere == 1

@@ -23,7 +23,7 @@ from torch import nn
 
 from sp_lightning import Assumptions
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of_gpu, rates_of_host, recipe
+from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of, rates_of_gpu, recipe
 from sp_lightning.planning.offers import offers
 from sp_lightning.planning.report import Row, number_range, plan_row, readable_seconds
 
@@ -98,7 +98,7 @@ WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"},
 
 def machine(gpu: str, host: str, memory: str) -> dict[str, Any]:
     """Return what to assume of a machine."""
-    return {"host_memory": memory, **rates_of_gpu(gpu), **rates_of_host(host)}
+    return {"host_memory": memory, **rates_of_gpu(gpu), **rates_of("hosts", host)}
 
 
 def plain(row: Row) -> dict[str, Any]:

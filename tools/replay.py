@@ -17,7 +17,7 @@ from torch import nn
 
 from sp_lightning import Assumptions
 from sp_lightning.planning.assumptions import ladder
-from sp_lightning.planning.known import named_model, rates_of_gpu, rates_of_host
+from sp_lightning.planning.known import named_model, rates_of, rates_of_gpu
 from sp_lightning.planning.report import Row, plan_row
 
 BATCH = 8192
@@ -122,7 +122,7 @@ def first_that_fits(module: nn.Module, given: Assumptions) -> Row:
 
 def predicted(run: Run) -> tuple[float, float]:
     """Return tokens in a second, at the lowest and the highest speed that such a GPU is assumed to reach."""
-    rates = {**rates_of_gpu(run.gpu), **rates_of_host(run.host), "desktop": False}
+    rates = {**rates_of_gpu(run.gpu), **rates_of("hosts", run.host), "desktop": False}
     if run.device_memory is not None:
         rates["device_memory"] = run.device_memory
     if not run.streams:

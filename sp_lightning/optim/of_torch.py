@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.optim.layout import MOMENT_NAMES, fills_memory, lies_like
+from sp_lightning.optim.layout import MOMENT_NAMES, State, fills_memory, lies_like, make_state
 from sp_lightning.optim.optimizers import Adam, AdamW
 from sp_lightning.optim.passes import Work, count, passes_of, run, step_weights
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
@@ -75,6 +75,14 @@ class OnePass:
         moments = [state.get(name) for name in MOMENT_NAMES]
         lie_alike = all(_lies_like(weight, moment, dtype) for moment in moments)
         return lie_alike and has_torchs_bits(self._update, dtype)
+
+    def make_state(self, weight: Tensor) -> State:
+        """Return the state of a weight before its first step, on its device."""
+        assert self._update is not None
+        if not self._is_torchs:
+            return make_state(weight, self._settings, self._update.moments)
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        return {"step": step, **{name: torch.zeros_like(weight) for name in MOMENT_NAMES}}
 
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""

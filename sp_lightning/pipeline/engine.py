@@ -27,6 +27,7 @@ from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.pipeline.lanes.at_work import EngineAtWork
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.optimizer.optimizers import Optimizers
+from sp_lightning.pipeline.optimizer.state_ring import StateRing
 from sp_lightning.pipeline.optimizer.staying import StayingUnits, move_all_but_parameters, move_parameters
 from sp_lightning.pipeline.optimizer.unit_steps import UnitSteps
 from sp_lightning.pipeline.optimizer.visit import Visits
@@ -97,6 +98,7 @@ class Engine:
         self.activations = Activations(options.activations, self.saved, self.offloader, backend, self.stats)
         self.optimizers = Optimizers(self.at_work, processes, options.overlap_optimizer)
         self.visits = Visits(backend, self.stats)
+        self.drive = None if options.nvme_path is None else StateRing(options.nvme_path, backend, self.stats)
         # the smallest budget of several processes, after they have met
         self.least_budget: int | None = None
         self.waiting = WaitingGradients(self.memory, self)
@@ -123,7 +125,7 @@ class Engine:
         units = [member.unit for member in members if member.unit is not None]
         self.window = Window(arrangement.in_window, units, self.backend, self.stats)
         self.stream = GradientStream(self.window, self.waiting)
-        self.steps = UnitSteps(self.window, self.stream, self.visits)
+        self.steps = UnitSteps(self.window, self.stream, self.visits, self.drive)
         self.backward = BackwardPass(self._story, self.at_work, self.window, self.stream)
         self.guard = Guard(
             self.at_work, self.graphs, self.backward, arrangement, self.steps, self.device, self.processes

@@ -69,6 +69,8 @@ class PipelineOptions:
             three quarters of the cores; without a GPU, torch's number.
         compile: Whether to compile each unit's forward, as `block.compile()` does. Equal units share one graph. A dict
             has arguments of `torch.compile`, such as `{"mode": "max-autotune-no-cudagraphs"}`.
+        nvme_path: A folder on a drive, for optimizer state that has no room in CPU memory. `docs/drive.md` says which
+            optimizers can use it.
         debug: Whether to delay copies at random, and to fill free slots with NaN.
 
     Raises:
@@ -86,6 +88,7 @@ class PipelineOptions:
     pin_memory: bool = True
     host_threads: int | Auto = "auto"
     compile: CompileOptions = False
+    nvme_path: str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:

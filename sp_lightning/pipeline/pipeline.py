@@ -51,6 +51,8 @@ class Summary:
     host_bytes: int  # host memory for weights, and for the copies of them that are sent
     host_gradient_bytes: int  # host memory for gradients that has been allocated so far
     optimizer_bytes: int  # host memory for optimizer state
+    # the number of units whose optimizer state is on a drive, and its bytes, which each step reads and writes
+    on_drive: tuple[int, int]
     lowered: int  # weights that are sent in autocast's dtype
     pinned: bool  # whether all memory that is sent is pinned
     # names of units, of resident weights, of units that stay on the device, and of units that are updated there
@@ -67,6 +69,8 @@ class Summary:
         layout = arrangement.layout
         weights = [weight for unit in arrangement.all_units for weight in unit.every_weight]
         own_memory = sum(segment.memory.nbytes for segment in arrangement.segments)
+        state_bytes = engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights])
+        on_drive = (0, 0) if engine.drive is None else engine.drive.places.on_drive()
         gradients = memory.nbytes_for("gradients") + memory.nbytes_for("sums")
         return cls(
             device=str(engine.device),
@@ -78,7 +82,8 @@ class Summary:
             gradient_bytes=engine.stream.routes.staging.nbytes(),
             host_bytes=own_memory + memory.nbytes_for("copies"),
             host_gradient_bytes=engine.stream.routes.landing.nbytes() + gradients,
-            optimizer_bytes=engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights]),
+            optimizer_bytes=max(0, state_bytes - on_drive[1]),
+            on_drive=on_drive,
             lowered=sum(weight.lowered for weight in weights),
             pinned=arrangement.is_pinned,
             unit_names=tuple(unit.name for unit in arrangement.units),
@@ -97,6 +102,11 @@ class Summary:
         if self.living or self.visiting:
             updates = (
                 f"{len(self.living)} stay on the GPU, {len(self.visiting)} are updated there, the others on the CPU"
+            )
+        count, nbytes = self.on_drive
+        if count:
+            updates += (
+                f"; state of {count} of {self.units} units is on the drive: {nbytes / 1e9:.1f} GB written per step"
             )
         return [
             ("device", self.device),

@@ -41,6 +41,7 @@ class Stats:
     optimizer_waits: int = 0
     overlapped_steps: int = 0  # units that an optimizer stepped while the device could compute
     visits: int = 0  # the part of `overlapped_steps` that was made on the device
+    bytes_to_drive: int = 0  # optimizer state that was written to a drive, and read from it before
     # Units whose gradients have waited on the device for their step on the host.
     late_gradients: int = 0
     # The part of `overlapped_steps` that was made before backward had ended.

@@ -79,6 +79,12 @@ class Assumptions:
         host_bandwidth: Bandwidth at which the optimizer reads and writes CPU memory, in GB/s.
         memory_bandwidth: Bandwidth of CPU memory for cores and copies at once, in GB/s. None is 1.5 times
             `host_bandwidth`.
+        nvme_read: Rate at which a drive reads optimizer state for which RAM has no room, in GB/s. None plans without a
+            drive.
+        nvme_write: Rate at which the drive writes for hours, which is less than the rate of its cache, in GB/s. None is
+            `nvme_read`.
+        nvme_both: Rate at which it reads and writes at once, both together, in GB/s. None is `nvme_read`.
+        nvme_endurance: TB that may be written to the drive, by its maker's warranty.
         fp8: Whether torchao multiplies in FP8, in all linear layers but the head. This rounds: numbers are others.
         fp8_gain: How many times as fast as in 16 bits the GPU multiplies in FP8, at least. None if it cannot.
         fp8_gain_at_best: The same at the highest speed. None is `fp8_gain`.
@@ -112,6 +118,10 @@ class Assumptions:
     device_bandwidth: float = 1000.0
     host_bandwidth: float = 60.0
     memory_bandwidth: float | None = None
+    nvme_read: float | None = None
+    nvme_write: float | None = None
+    nvme_both: float | None = None
+    nvme_endurance: float | None = None
     fp8: bool = False
     fp8_gain: float | None = 1.5
     fp8_gain_at_best: float | None = None
@@ -159,6 +169,8 @@ class Assumptions:
                 f"`optimizer={self.optimizer!r}` cannot be planned: its step takes a closure, or sparse gradients. "
                 "Plan with another one that keeps as much state."
             )
+        if self.nvme_read and self.optimizer not in COMPACT:
+            raise ValueError(f"A drive takes the state of {' and '.join(COMPACT)}, not `optimizer={self.optimizer!r}`.")
         if self.fp8 and self.fp8_gain is None:
             raise ValueError("`fp8` needs a GPU of compute capability 8.9 or newer, such as an RTX 40 or an H100.")
         for name, nbytes in {"device_memory": self.device_bytes, "host_memory": self.host_bytes}.items():
@@ -177,13 +189,16 @@ class Assumptions:
         desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
         in_fp8 = f", {self.fp8_gain} times as fast in FP8 at least," if self.fp8 else ""
+        drive = ""
+        if self.nvme_read is not None:
+            drive = f"a drive through which {self.drive_rate / 1e9:.2g} GB/s of state pass; "
         return (
             f"{devices} with {readable_bytes(self.device_bytes)}, "
             f"{readable_bytes(self.bytes_of_others)} of it for CUDA {desktop}, "
             f"{speed} TFLOP/s{in_fp8} and {self.link:g} GB/s each way; "
             f"{readable_bytes(self.host_bytes)} of RAM at {self.host_bandwidth:g} GB/s, "
             f"{readable_bytes(self.host_bytes - self.host_room)} of it for the system; "
-            f"{trained}{self.tokens:,} tokens in a batch{rows}{batches}, gradients {clipped}."
+            f"{drive}{trained}{self.tokens:,} tokens in a batch{rows}{batches}, gradients {clipped}."
         )
 
     @property
@@ -218,6 +233,14 @@ class Assumptions:
     def host_room(self) -> int:
         """Bytes of CPU memory that training may take."""
         return self.host_bytes * _SHOWN // _SOLD - self.bytes_of_system
+
+    @property
+    def drive_rate(self) -> float:
+        """Bytes of optimizer state in a second that a drive reads, and writes again; infinite without a drive."""
+        if self.nvme_read is None:
+            return math.inf
+        both = self.nvme_both or self.nvme_read
+        return 1e9 * min(self.nvme_read, self.nvme_write or self.nvme_read, both / 2)
 
     def typed(self, arguments: Mapping[str, str]) -> dict[str, object]:
         """Return the values that have to be typed, those that are not the default, by their arguments.

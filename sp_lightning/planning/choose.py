@@ -15,6 +15,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
+from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.clock import predict
@@ -25,7 +26,9 @@ from sp_lightning.planning.memory import (
     gradient_bytes,
     host_bytes,
     landing_bytes,
+    spread,
     weight_bytes,
+    with_drive,
     with_waiting,
 )
 from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
@@ -40,6 +43,8 @@ _CHANGES = (-3, -1, 1, 3)
 _SPARE_MEMORY = 1.3
 # if steps take equally long, the one with less work wins: the busy time of its lanes counts by this part
 _EFFORT = 0.002
+# and that of a drive, which wears out, by this one
+_WEAR = 0.02
 
 
 class TooLittleMemory(ValueError):
@@ -153,7 +158,8 @@ class _Search:
         if self._by_size:
             repeating = sum(way.repeating > 0 for way in prediction.choice.ways)
             return prediction.bytes_to_device + prediction.bytes_to_host + repeating
-        return prediction.seconds + _EFFORT * sum(prediction.lanes.values())
+        wear = _WEAR * prediction.lanes[Lane.TO_DRIVE]
+        return prediction.seconds + _EFFORT * sum(prediction.lanes.values()) + wear
 
     def drafts(self, places: Sequence[int]) -> Iterator[_Draft]:
         """Yield drafts that are far from each other."""
@@ -210,23 +216,21 @@ class _Search:
                 self.found[choice] = draft, self._price(choice)
 
     def _price(self, choice: Choice) -> Prediction:
-        """Price a choice. If its units visit in backward, price later visits, too, and return the cheaper way."""
+        """Price a choice, with later visits and other units on the drive, too; return the cheapest way."""
         choices = [choice]
+        if choice.on_drive:
+            choices.append(with_drive(self._workload, choice, self._host_room, is_spread=True))
         if choice.visiting and self._workload.stepping == "in backward":
-            choices.append(replace(choice, defers_visits=True))
+            choices += [replace(each, defers_visits=True) for each in choices]
         return min((predict(self._workload, self._machine, each) for each in choices), key=self._cost)
 
     def _make_choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)
         count = min(len(living), draft.living)
-        living = (*self._staying, *(_spread(count, living) if draft.is_spread else living[:count]))
-        able = [number for number in self._able_to_visit if number not in living]
+        living = (*self._staying, *(spread(count, living) if draft.is_spread else living[:count]))
         first = len(self._workload.units) - draft.keeping
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
-        choice = Choice(draft.k, living, _spread(round(draft.visits * len(able)), able), ways)
+        choice = with_drive(self._workload, Choice(draft.k, living, ways=ways), self._host_room)
+        able = [number for number in self._able_to_visit if number not in (*living, *choice.on_drive)]
+        choice = replace(choice, visiting=spread(round(draft.visits * len(able)), able))
         return with_waiting(self._workload, choice, self._host_room)
-
-
-def _spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return `count` of these numbers, spread evenly."""
-    return tuple(numbers[(2 * place + 1) * len(numbers) // (2 * count)] for place in range(count))

@@ -7,7 +7,8 @@ soon as everything that this waits for is done:
     a load         a free place, and, after a step of the optimizer, the unit's new weights on the host
     computing      the unit's weights, and its activations if they wait on the host
     gradients      one of two buffers on the device, so computing waits for the copy before the last one
-    steps          their gradients or, clipped, those of all units; of several that could begin, the first unit's
+    steps          their gradients or, clipped, those of all units; of several that could begin, the first unit's; those
+                   whose state is on a drive pass through it one after the other, beside all others
     visits         the same, and the visit before; after backward or deferred, the moment at which their unit is loaded
 
 Copies up and down share the link; all copies and the steps on the host share the host's memory. No part of a step takes
@@ -24,11 +25,12 @@ those that share their place with no other.
 from __future__ import annotations
 
 import math
+from bisect import insort
 
-from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS
+from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS, landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
-from sp_lightning.planning.memory import device_bytes, host_bytes
+from sp_lightning.planning.memory import device_bytes, host_bytes, state_bytes
 from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
 
 # the part of computing that is limited by the device's memory, which others take from it
@@ -48,6 +50,7 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
         host_bytes=host_bytes(workload, choice),
         bytes_to_device=int(sum(each.up.moved for each in passes)),
         bytes_to_host=int(sum(each.down.moved for each in passes)),
+        bytes_to_drive=state_bytes(workload, choice.on_drive),
     )
 
 
@@ -97,7 +100,11 @@ class _Pass:
             for number, unit in self._kept_on_host.items()
             if steps and unit.step_bytes and number not in choice.visiting
         }
-        self._bytes_on_host = sum(self._on_host.values())
+        self._on_drive = self._on_host.keys() & set(choice.on_drive)
+        # a drive writes state into this memory, and reads it
+        passing = state_bytes(workload, self._on_drive)
+        self._landing = landing_buffers(len(self._units))
+        self._bytes_on_host = sum(self._on_host.values()) + 2 * passing
         self._steps_in_backward = steps and workload.stepping == "in backward"
         # units that visit in backward, and those that the next forward has visit
         self._early = [*choice.visiting] if self._steps_in_backward and not choice.defers_visits else []
@@ -106,7 +113,11 @@ class _Pass:
         self._come = [0.0] * len(self._units)  # when each unit's gradients have come
         # when each unit has been stepped, or may be by its visit
         self._ready = [0.0 if streams else math.inf for streams in self._streams]
-        self._compute, self._host = _Lane(1.0), _Lane(machine.host)
+        self._compute, self._drive = _Lane(1.0), _Lane(machine.drive)
+        # steps of units on the drive take their part of the host
+        stepped = sum(self._on_host[number] for number in self._on_drive)
+        beside = machine.drive * stepped / passing if stepped else 0.0
+        self._host = _Lane(max(machine.host / 2, machine.host - beside))
         self._slower = self._slowed()
         self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
         self.lanes = {
@@ -114,16 +125,17 @@ class _Pass:
             Lane.TO_DEVICE: self.up,
             Lane.TO_HOST: self.down,
             Lane.HOST: self._host,
+            Lane.TO_DRIVE: self._drive,
         }
-        # it adds up gradients as they come
-        every = max(1, sum(unit.gradient_bytes for unit in self._units))
-        self._host.free = workload.add_seconds * sum(self._gradients) / every
         self.seconds = self._run()
 
     def _run(self) -> float:
         """Run through it; return when it is over."""
         if self._workload.trains:
             self._run_backward()
+            # it adds up gradients as they come
+            every = max(1, sum(unit.gradient_bytes for unit in self._units))
+            self._host.free = self._workload.add_seconds * sum(self._gradients) / every
             self._compute.move(self._workload.traffic_of_gradients(self._choice) / self._machine.device_memory)
             # these visits crowd its copies; forward need not wait for others
             self._visit_in_backward(self._compute.free)
@@ -132,7 +144,8 @@ class _Pass:
             self._visit_in_backward(math.inf)
         self._compute.move(self._workload.rest_seconds)
         self._run_forward()
-        return max(self._compute.free, self._host.free, self._copying_seconds(self._bytes_on_host))
+        stepped = max(self._host.free, self._drive.free)
+        return max(self._compute.free, stepped, self._copying_seconds(self._bytes_on_host))
 
     def _slowed(self) -> float:
         """Return how much longer computing takes because copies and updates take some of the device's memory."""
@@ -161,6 +174,7 @@ class _Pass:
         # when the places of units were freed, in the order in which they stream
         freed: list[float] = []
         sent = [0.0] * STAGING_BUFFERS
+        stepped = [0.0] * self._landing
         begun = 0.0
         for number in (*reversed(range(self._resident)), self._resident):
             unit = self._units[number]
@@ -175,11 +189,16 @@ class _Pass:
                 self._compute.move(seconds, arrived)
             self._come[number] = self._compute.free
             if self._gradients[number]:
-                self._compute.move(0.0, sent[-STAGING_BUFFERS])
+                self._compute.move(0.0, max(sent[-STAGING_BUFFERS], stepped[-self._landing]))
                 self._come[number] = self.down.move(self._gradients[number], self._compute.free)
                 sent.append(self._come[number])
+                # how many have been stepped does not depend on their order
+                if self._steps_in_backward and self._on_drive and number in self._on_host:
+                    insort(stepped, self._update(number))
             if self._streams[number]:
                 freed.append(self._compute.free)
+        for lane in (self._host, self._drive):
+            lane.free = lane.moved = 0.0
 
     def _visit_in_backward(self, until: float) -> None:
         """Have units visit as their gradients come, as long as these visits end before a moment."""
@@ -230,14 +249,24 @@ class _Pass:
         # the resident unit is first
         waiting = {number: (number + 1) % len(self._come) for number in self._on_host}
         while waiting:
-            come = [number for number in waiting if self._come[number] <= self._host.free]
-            number = min(come or waiting, key=(waiting if come else self._come).__getitem__)
+            number = min(waiting, key=lambda each: (max(self._lane_of(each).free, self._come[each]), waiting[each]))
             del waiting[number]
-            stepped = self._ready[number] = self._host.move(self._on_host[number], self._come[number])
+            stepped = self._ready[number] = self._update(number)
             if number in self._waiting and late:
                 follows = late.pop()
                 begin = max(stepped, ready[follows])
                 self._come[follows] = self.down.move(self._workload.bytes_that_wait(follows), begin)
+
+    def _lane_of(self, number: int) -> _Lane:
+        """Return the lane in which a unit is stepped on the host."""
+        return self._drive if number in self._on_drive else self._host
+
+    def _update(self, number: int) -> float:
+        """Have the host step a unit whose gradients have come; return when it is over."""
+        nbytes: float = self._on_host[number]
+        if number in self._on_drive:  # the slower one of drive and host keeps the other one waiting
+            nbytes = max(self._units[number].state_bytes, nbytes * self._machine.drive / self._machine.host)
+        return self._lane_of(number).move(nbytes, self._come[number])
 
     def _bring(self, number: int, begin: float, nbytes: int) -> float:
         """Send a unit, from a moment on, or have its visit bring the new weights; return when it has arrived."""

@@ -130,6 +130,7 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         adds_up=given.devices * given.accumulate > 1,
         may_wait=given.devices == 1 and given.steps_by_weight,
         may_stay=given.devices == 1,
+        has_drive=given.nvme_read is not None,
         micro_steps=given.accumulate,
         staging_buffers=STAGING_BUFFERS if given.devices == 1 else STAGING_OF_SEVERAL,
         # sums are read and written, and gradients read
@@ -175,6 +176,7 @@ def assumed_machine(given: Assumptions) -> Machine:
         both=_BOTH_WAYS * link,
         device_memory=REACHED_OF_MEMORY * given.device_bandwidth * 1e9,
         kernel_seconds=KERNEL_SECONDS,
+        drive=given.drive_rate,
     )
     if given.devices > 1:  # copies have their share
         return replace(machine, both=min(machine.both, share))

@@ -2,9 +2,10 @@
 
 Models have the arguments of a class of their library, as they are published. They have the shapes of its layers, so
 that the library is not needed, and the command to train them, or adapters, with a recipe of `examples/`. Hosts have
-rates to assume, and some have a desktop. GPUs have about the memory that torch shows, the peak that their maker states,
-their generation and lanes of PCIe and, by class, the share of the peak that training reaches (their *reach*), and the
-host that they are in if none is named. Each entry has its source.
+rates to assume, and some have a desktop. Drives have rates that they keep for hours, and the TB that may be written to
+one of 1 TB. GPUs have about the memory that torch shows, the peak that their maker states, their generation and lanes
+of PCIe and, by class, the share of the peak that training reaches (their *reach*), and the host that they are in if
+none is named. Each entry has its source.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import nn
 
 from sp_lightning.planning.assumptions import Assumptions
 
-Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "fp8", "hosts", "recipes"]
+Kind: TypeAlias = Literal["models", "shapes", "gpus", "reaches", "fp8", "hosts", "drives", "recipes"]
 Entry: TypeAlias = dict[str, Any]
 # pixels of a side of the images that the recipe for diffusion takes by default, and of a token's patch
 _SIDE, _PIXELS = 512, 16
@@ -86,7 +87,7 @@ def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry
     lanes = lanes or (reach["lanes_of_several"] if devices > 1 else entry["lanes"])
     gains: Entry = next((each for each in known("fp8").values() if gpu in each["cards"]), {})
     return {
-        **(rates_of_host(reach["host"]) if "host" in reach else {}),
+        **(rates_of("hosts", reach["host"]) if "host" in reach else {}),
         "device_memory": entry["device_memory"],
         "link": entry["link"] * min(1, lanes / entry["lanes"]),
         "device_bandwidth": entry["memory_bandwidth"],
@@ -97,12 +98,14 @@ def rates_of_gpu(name: str, lanes: int | None = None, devices: int = 1) -> Entry
     }
 
 
-def rates_of_host(name: str) -> Entry:
-    """Return the assumptions about a host: the bandwidth of its memory, and whether a desktop runs on it."""
-    entry = find("hosts", name)
+def rates_of(kind: Literal["hosts", "drives"], name: str) -> Entry:
+    """Return the assumptions about a host, with the bandwidth of its memory and its desktop, or about a drive."""
+    entry = find(kind, name)
     if entry is None:
-        raise ValueError(f"`--host`: {name!r} is not one of {', '.join(known('hosts'))}")
-    return {"desktop": False, **{rate: value for rate, value in entry.items() if rate != "source"}}
+        option = {"hosts": "host", "drives": "nvme"}[kind]
+        raise ValueError(f"`--{option}`: {name!r} is not one of {', '.join(known(kind))}")
+    assumed = {rate: value for rate, value in entry.items() if rate != "source"}
+    return {"desktop": False, **assumed} if kind == "hosts" else assumed
 
 
 def batch_of(name: str) -> dict[str, int]:

@@ -32,6 +32,9 @@ from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import place_in_arena
 from sp_lightning.planning.work import Choice, UnitWork, Way, Workload
 
+RING = 64 << 20
+"""Bytes of host memory through which optimizer state on a drive passes."""
+
 _TAKE_TWICE = (Adadelta, Adagrad, Rprop)
 
 
@@ -75,37 +78,76 @@ def host_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for weights, gradients, optimizer state, and activations that wait there."""
     units = workload.kept_on_host(choice)
     on_host = sum(unit.host_bytes for unit in units.values())
+    if choice.on_drive:
+        on_host += RING - state_bytes(workload, choice.on_drive)
     if workload.adds_up:
         on_host += sum(units[number].sum_bytes for number in units.keys() - set(choice.waiting))
     return on_host + landing_bytes(workload, choice) + sum(way.leaving for way in workload.ways(choice))
 
 
+def state_bytes(workload: Workload, numbers: Iterable[int]) -> int:
+    """Return the bytes of optimizer state of units with these numbers."""
+    return sum(unit.state_bytes for unit in workload.numbered(numbers))
+
+
+def with_drive(workload: Workload, choice: Choice, host_room: float, is_spread: bool = False) -> Choice:
+    """Return the choice in which only optimizer state that the host has no room for is on the drive.
+
+    It is that of the last units, whose gradients come first, and which the next forward needs last; or of units that
+    are spread evenly, so that others are stepped meanwhile. The resident unit is the last resort.
+    """
+    choice = replace(choice, on_drive=())
+    excess = host_bytes(workload, choice) - host_room
+    if not workload.has_drive or excess <= 0:
+        return choice
+    excess += RING
+    kept = workload.kept_on_host(choice).keys() - set(choice.visiting)
+    able = sorted((number for number in kept if workload.everything[number].state_bytes), reverse=True)
+    if able and able[0] == len(workload.units):
+        able.append(able.pop(0))
+    counts = range(len(able) + 1)
+    sets = [spread(count, able) if is_spread else tuple(able[:count]) for count in counts]
+    of_set = partial(state_bytes, workload)
+    on_drive = sets[min(bisect_left(sets, excess, key=of_set), len(able))]
+    for number in sorted(on_drive, key=lambda number: -of_set([number])):
+        fewer = tuple(each for each in on_drive if each != number)
+        if of_set(fewer) >= excess:
+            on_drive = fewer
+    return replace(choice, on_drive=on_drive)
+
+
+def spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Return `count` of these numbers, spread evenly."""
+    return tuple(numbers[(2 * place + 1) * len(numbers) // (2 * count)] for place in range(count))
+
+
 def first_choice(workload: Workload, device_room: float = 0.0, host_room: float = math.inf) -> Choice:
     """Return the choice for the steps before there is a plan: everything streams if the host has room for it.
 
-    Otherwise as many gradients wait on the device as there is room for. If that is not enough, as few units stay there
-    as the host requires, or as many as there is room for.
+    Otherwise a drive takes state, and as many gradients wait on the device as there is room for. If that is not enough,
+    as few units stay there as the host requires, or as many as there is room for.
     """
     units = workload.units
     first = Choice(min(2, max(1, len(units))), ways=tuple(unit.way("recompute") for unit in units))
+    first = with_drive(workload, first, host_room)
     able_to_live = workload.able_to_live if workload.may_stay else ()
     for count in range(len(able_to_live) + 1):
         if first_host_bytes(workload, first) <= host_room:
             break
-        next_one = replace(first, living=able_to_live[:count], waiting=())
+        next_one = replace(first, living=able_to_live[:count], waiting=(), on_drive=())
         if count and device_bytes(workload, next_one) > device_room:
             break
-        first = _with_most_waiting(workload, next_one, device_room)
+        first = with_drive(workload, _with_most_waiting(workload, next_one, device_room), host_room)
     return first
 
 
 def first_host_bytes(workload: Workload, first: Choice) -> int:
     """Return the host memory that the first steps take (see `first_choice`), or the end of training, if that is more.
 
-    At the end all weights are there again. Optimizer state for which there is no room stays on the device.
+    At the end all weights are there again. Optimizer state for which there is no room stays where it is.
     """
-    state_on_device = sum(unit.state_bytes for unit in workload.numbered(first.living))
-    afterwards = sum(unit.host_bytes for unit in workload.everything) - state_on_device
+    elsewhere = state_bytes(workload, (*first.living, *first.on_drive))
+    afterwards = sum(unit.host_bytes for unit in workload.everything) - elsewhere
     return max(host_bytes(workload, first), afterwards)
 
 

@@ -14,10 +14,11 @@ from torch import nn
 from sp_lightning.pipeline.engine import SHARE_OF_FREE_MEMORY
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.stats import readable_bytes
-from sp_lightning.planning.assumptions import Assumptions, as_sold, ladder
+from sp_lightning.planning.assumptions import COMPACT, Assumptions, as_sold, ladder
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.clock import predict
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
+from sp_lightning.planning.known import rates_of
 from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
@@ -38,12 +39,15 @@ RANK = 16
 """Rank of the adapters that are planned if training all weights does not fit."""
 
 _GIB = 2**30
+_RUN = 10_000_000  # tokens of a run whose wear of the drive is told
+_DRIVE = "PCIe 4"  # the drive that is planned if RAM does not suffice
 _NANOSECOND = 1e-9
 _BOTTLENECKS = {
     Lane.COMPUTE: "computing on the GPU",
     Lane.TO_DEVICE: "copies to the GPU",
     Lane.TO_HOST: "copies to the CPU",
     Lane.HOST: "the optimizer on the CPU",
+    Lane.TO_DRIVE: "the drive",
 }
 # arguments of the strategy and of the Trainer, and the field that has each
 _OF_STRATEGY = {name: name for name in ("activations", "units", "resident", "optimizer_on")}
@@ -132,6 +136,24 @@ class Row:
         """The number of units that stay on the device, without the resident one."""
         return 0 if self.step is None else sum(number < self.units for number in self.step.choice.living)
 
+    def written(self) -> int:
+        """Return the bytes that a step writes to the drive."""
+        return 0 if self.step is None else self.step.bytes_to_drive
+
+    def wear(self) -> str:
+        """Return what a step and a run write to the drive, as a line; nothing if it is not needed."""
+        if not self.written():
+            return ""
+        slow, fast = self.tokens_per_second
+        written = self.written() / 1e12 * _RUN / self.given.tokens_in_step
+        part = ""
+        if (endurance := self.given.nvme_endurance) is not None:
+            part = f", {written / endurance:.1%} of the {endurance:,.0f} TB that its maker warrants"
+        return (
+            f"\nA step writes {self.written() / 1e9:.1f} GB to the drive. A run of {_RUN:,} tokens takes "
+            f"{readable_hours(_RUN / fast, _RUN / slow)} and writes {written:.1f} TB{part}."
+        )
+
     def choice(self) -> str:
         """Return the planner's choice as a phrase."""
         step = self.step
@@ -148,6 +170,8 @@ class Row:
             places.append(f"it updates {visiting} of these while their state passes through")
         if visiting < streamed:
             places.append(f"the CPU updates {'the other ' if visiting else ''}{streamed - visiting}")
+        if step.choice.on_drive:
+            places.append(f"the optimizer state of {len(step.choice.on_drive)} is on the drive")
         return f"Of {self.units} units, {', '.join(places)}. Activations: {ways}."
 
     def code(self) -> str:
@@ -180,8 +204,9 @@ class Report:
 
     @property
     def best(self) -> Row:
-        """The first row that fits, or else the last one."""
-        return next((row for row in self.rows if row.step is not None), self.rows[-1])
+        """The first row that fits without a drive, or else that which writes least to it, or else the last one."""
+        fitting = [row for row in self.rows if row.step is not None]
+        return min(fitting, key=Row.written, default=self.rows[-1])
 
     def __str__(self) -> str:
         table = [_HEAD, *map(str, self.rows)]
@@ -216,7 +241,7 @@ class Report:
             f"Estimated speed: {best.speed} tokens/s ({readable_hours(1e6 / fast, 1e6 / slow)} per million); a step of "
             f"{given.tokens_in_step:,} tokens takes {readable_seconds(step.seconds)}"
             f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}."
-            f"{self.advice()}"
+            f"{best.wear()}{self.advice()}"
         )
 
     def advice(self) -> str:
@@ -313,6 +338,11 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
     """Yield a change of the request with which it fits, if there is one, and a machine on which it fits."""
+    assert last.error is not None
+    if last.error.place == "host" and last.given.optimizer in COMPACT and last.given.nvme_read is None:
+        row = plan_row(module, replace(last.given, **rates_of("drives", _DRIVE)))
+        if row.step is not None:
+            yield f'with optimizer state on a drive (`--nvme "{_DRIVE}"`)', row
     for change, given in _changes(first, last):
         row = plan_row(module, given)
         if row.step is not None:

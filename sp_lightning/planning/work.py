@@ -94,6 +94,8 @@ class Workload:
     may_wait: bool = False
     # whether units may stay on the device from the first step on, where the host has no room for their state
     may_stay: bool = False
+    # whether a drive takes the optimizer state that the host has no room for
+    has_drive: bool = False
     # the units that stay on the device from the first step on; None if the first steps are yet to be planned
     staying: tuple[int, ...] | None = None
 
@@ -162,6 +164,7 @@ class Machine:
     # of the device's memory, for the bytes of steps there, and the additional seconds of each of their kernels
     device_memory: float = math.inf
     kernel_seconds: float = 0.0
+    drive: float = math.inf  # of optimizer state that a drive reads, and writes again, with the slower one of both
     # the same of updates of units that stream, with all waits; 0 until it was recorded
     updates: float = 0.0
 
@@ -193,6 +196,8 @@ class Choice:
     ways: tuple[Way, ...] = ()
     # units whose gradients wait on the device until these units are updated
     waiting: tuple[int, ...] = ()
+    # units whose optimizer state lies on a drive, through which the host steps them
+    on_drive: tuple[int, ...] = ()
     # whether units visit only as the next forward loads them, though their gradients are final in backward
     defers_visits: bool = False
 
@@ -208,6 +213,7 @@ class Prediction:
     host_bytes: int  # for weights, gradients, optimizer state and offloaded activations
     bytes_to_device: int
     bytes_to_host: int
+    bytes_to_drive: int = 0  # of optimizer state, which was read before
 
     @property
     def bottleneck(self) -> Lane:

@@ -26,6 +26,8 @@ _BOTTLENECKS = {
     Lane.TO_HOST: "copying from the GPU to CPU memory",
     Lane.VISIT: "optimizer updates on the GPU",
     Lane.HOST: "work on the CPU",
+    Lane.FROM_DRIVE: "reading optimizer state from the drive",
+    Lane.TO_DRIVE: "writing optimizer state to the drive",
 }
 
 

@@ -151,6 +151,7 @@ def room_for_gradients(
     some_may_wait: bool,
     lightning: FabricNamespace,
     gradients_pass: bool = False,
+    has_drive: bool = False,
     or_else: Callable[[], float | None] = lambda: None,
 ) -> float:
     """Return the host memory that gradients may take besides the state of optimizers; infinite if all of them fit.
@@ -163,6 +164,7 @@ def room_for_gradients(
         some_may_wait: Whether gradients may wait on the device if there is room.
         lightning: The namespace whose error is raised.
         gradients_pass: Whether gradients are used as they come, and never wait for all others.
+        has_drive: Whether a drive holds the state for which there is no room.
         or_else: Makes room, and returns it, where there is too little; None if it cannot.
 
     Raises:
@@ -172,7 +174,7 @@ def room_for_gradients(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     free = available_host_memory()
     gradients = int(share * sum(_nbytes(_trained(group)) for group in groups))
-    state = sum(map(state_bytes, optimizers))
+    state = 0 if has_drive else sum(map(state_bytes, optimizers))
     if free is None or gradients + state <= free:
         return math.inf
     if some_may_wait and _PASSING * gradients + state <= free:

@@ -265,7 +265,8 @@ class AcceleratorBackend(Backend):
 
     @override
     def drain(self) -> None:
-        self._host.drain()
+        for worker in self.workers:
+            worker.drain()
         for stream in (self._up, self._up_behind_work, self._down, *self._update_streams.values()):
             stream.synchronize()
 
@@ -331,7 +332,7 @@ class HostBackend(Backend):
 
     @override
     def drain(self) -> None:
-        for worker in (self._host, *self._copying):
+        for worker in (*self.workers, *self._copying):
             worker.drain()
 
     @override

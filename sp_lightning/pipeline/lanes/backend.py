@@ -100,6 +100,7 @@ class Backend(ABC):
         self.poison = poison  # whether unused memory is filled with NaN, so that a read is noticed
         self.trace = Trace(self)
         self._host = host  # the thread for work on host memory
+        self.workers = [host]  # this one, and others for such work
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate device memory, as bytes."""
@@ -136,6 +137,12 @@ class Backend(ABC):
     def work(self, job: Job) -> Ticket:
         """Run a job on the thread for work on host memory."""
         return self._host.submit(job)
+
+    def add_worker(self, purpose: str) -> Worker:
+        """Return another thread for work on host memory."""
+        worker = self._host.like(purpose)
+        self.workers.append(worker)
+        return worker
 
     @abstractmethod
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
@@ -205,7 +212,8 @@ class Backend(ABC):
     def close(self) -> None:
         """Finish all work, and release the resources of the backend."""
         self.drain()
-        self._host.close()
+        for worker in self.workers:
+            worker.close()
 
 
 class _TraceEntry(NamedTuple):
@@ -267,12 +275,13 @@ class Trace:
         self._note(_TraceEntry(kind, name, nbytes, ticket))
         return ticket
 
-    def work(self, kind: Kind, name: str, job: Job) -> Ticket:
-        """Ask for a job on the thread for work on host memory; its range is where it runs."""
+    def work(self, kind: Kind, name: str, job: Job, submit: Callable[[Job], Ticket] | None = None) -> Ticket:
+        """Ask for a job on the thread for work on host memory, or elsewhere; its range is where it runs."""
+        submit = submit or self._backend.work
         if not self._is_on:
-            return self._backend.work(job)
+            return submit(job)
         job.action = _range(kind.label, name)(job.action)
-        ticket = self._backend.work(job)
+        ticket = submit(job)
         self._note(_TraceEntry(kind, name, job.nbytes, ticket))
         return ticket
 

@@ -5,6 +5,8 @@
     to host     gradients, activations that leave, and that state after its update
     visits      optimizer steps on the device, in parallel to computing
     host        optimizer steps of units, and accumulation of gradients
+    from drive  optimizer state, and its way back to the drive
+    to drive
 
 Timeline, planner and callback read a `Recording`, which `Trace` in backend.py makes on request.
 """
@@ -36,6 +38,8 @@ class Lane(enum.Enum):
     TO_HOST = "to host"
     VISIT = "visits"
     HOST = "host"
+    FROM_DRIVE = "from drive"
+    TO_DRIVE = "to drive"
 
 
 class Kind(enum.Enum):
@@ -55,6 +59,8 @@ class Kind(enum.Enum):
     VISIT = "visit", Lane.VISIT
     STEP = "step", Lane.HOST
     ADD = "add", Lane.HOST
+    READ = "read", Lane.FROM_DRIVE
+    WRITE = "write", Lane.TO_DRIVE
 
     def __init__(self, label: str, lane: Lane) -> None:
         self.label = label
@@ -260,6 +266,7 @@ class Worker(OfOneProcess):
         self._on_start = on_start
         # The longest random delay before each job, in seconds.
         self._max_delay = max_delay
+        self._seed = seed
         self._random = random.Random(f"{name} {seed}")
         self._thread: threading.Thread | None = None
         self._jobs: list[Job] = []  # jobs that are not done, in the order of submission
@@ -279,6 +286,14 @@ class Worker(OfOneProcess):
         self._jobs.append(job)
         self._wake_ups.put(None)
         return job
+
+    def like(self, purpose: str) -> Worker:
+        """Return another thread that starts as this one does, with delays of its own."""
+        return Worker(f"superpipeline-{purpose}", self._on_start, self._max_delay, self._seed)
+
+    def ready_jobs(self) -> list[Job]:
+        """Return the jobs that could run now."""
+        return [job for job in tuple(self._jobs) if job.is_ready]
 
     def drain(self) -> None:
         """Block until every job is done."""
@@ -326,7 +341,7 @@ class Worker(OfOneProcess):
             if not self._jobs:
                 self._wake_ups.get()
                 continue
-            ready = [job for job in tuple(self._jobs) if job.is_ready]
+            ready = self.ready_jobs()
             if ready:
                 return min(ready, key=attrgetter("rank"))
             for ticket in self._jobs[0].after:

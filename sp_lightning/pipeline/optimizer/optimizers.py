@@ -117,6 +117,7 @@ class Optimizers:
                     f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
                     "step as in plain training."
                 )
+            self.check_drive(optimizer)
             window = self._steps.window
             window.write_back_all()  # the step reads masters
             if self._step_in_backward is not None:
@@ -180,6 +181,13 @@ class Optimizers:
             window.stats.optimizer_steps += 1
             self.steps_taken += 1
 
+    def check_drive(self, optimizer: Optimizer) -> None:
+        """Raise if the optimizer's state cannot be on the drive, if there is one, or if an update there has failed."""
+        drive = self._steps.drive
+        if drive is not None and self.have_weights_of(optimizer):
+            drive.check()
+            drive.places.check(optimizer, self._steps.fused)
+
     @property
     def _is_follower(self) -> bool:
         """Whether another process of this machine steps the weights, for all of them."""
@@ -202,7 +210,7 @@ class Optimizers:
 
     def _finish_steps(self, *_: object) -> None:
         with self._at_work:
-            self._steps.settle()
+            self._steps.settle_all()
 
     def _step(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights) -> None:
         """Step the optimizer's weights unit by unit."""
@@ -265,6 +273,8 @@ class Optimizers:
         if processes is not None and (keeps_gradients or not processes.averages or not processes.trains):
             return None
         with self._at_work:
+            if optimizer not in self._known_optimizers:
+                self._accept(optimizer)
             optimizer_weights = self._weights_of(optimizer)
             if any(weight.gradient_life is GradientLife.SPENT for weight in optimizer_weights.weights):
                 return None  # its `step()` will raise an error

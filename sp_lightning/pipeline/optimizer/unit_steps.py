@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from sp_lightning.optim.of_torch import scaling_of
-from sp_lightning.optim.passes import Work
+from sp_lightning.optim.of_torch import MOST_FACTORS, scaling_of
+from sp_lightning.optim.passes import Work, taken
+from sp_lightning.optim.rules import Pass
 from sp_lightning.pipeline.gradients.gradient_memory import LandingBuffer
 from sp_lightning.pipeline.gradients.routes import LateGradients
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
@@ -30,6 +31,8 @@ from sp_lightning.pipeline.gradients.stream import GradientStream
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
 from sp_lightning.pipeline.operations import untracked
 from sp_lightning.pipeline.optimizer.kinds import OptimizerWeights, Step, StepInput
+from sp_lightning.pipeline.optimizer.state_file import StateFile
+from sp_lightning.pipeline.optimizer.state_ring import StateRing, UnitOnDrive, pieces_of
 from sp_lightning.pipeline.optimizer.visit import Visits, pack_state
 from sp_lightning.pipeline.processes.box import CounterTicket, SharedMemory
 from sp_lightning.pipeline.units.unit import Unit
@@ -50,10 +53,11 @@ Generation: TypeAlias = tuple[SharedMemory, int]
 class UnitSteps:
     """Gives steps of units to the thread, and waits for them."""
 
-    def __init__(self, window: Window, stream: GradientStream, visits: Visits) -> None:
+    def __init__(self, window: Window, stream: GradientStream, visits: Visits, drive: StateRing | None) -> None:
         self.window = window
         self.stream = stream
         self.visits = visits
+        self.drive = drive  # steps the units whose state is on a drive
         # Whether torch's fused kernels are taken where the user left the choice to torch. On the CPU the choice stays
         # torch's, as in plain training.
         self.fused = window.backend.device.type != "cpu"
@@ -70,9 +74,14 @@ class UnitSteps:
             return
         # An earlier step may use the state that this one moves. Its error is raised before this step takes anything.
         self.window.finish_optimizer(unit)
+        files: Mapping[int, StateFile] = {}
+        if self.drive is not None:
+            files = self.drive.places.bring(step, {gradient: state for gradient, (_, state) in inputs.items()})
+            if files:  # there is no state in RAM that could visit
+                unit.update.is_on_device = False
         is_on_device = unit.update.is_on_device and not unit.split_off
         if not (is_on_device and self._step_on_device(unit, step, inputs)):
-            self._step_on_host(unit, step, inputs)
+            self._step_on_host(unit, step, inputs, files)
         self.window.stats.overlapped_steps += 1
 
     def _step_on_device(self, unit: Unit, step: Step, inputs: Mapping[Gradient, StepInput]) -> bool:
@@ -87,8 +96,13 @@ class UnitSteps:
         self.window.stats.visits += 1
         return True
 
-    def _step_on_host(self, unit: Unit, step: Step, inputs: dict[Gradient, StepInput]) -> None:
-        """Have the thread step a unit, and then release the buffers that its gradients may lie in."""
+    def _step_on_host(
+        self, unit: Unit, step: Step, inputs: dict[Gradient, StepInput], files: Mapping[int, StateFile]
+    ) -> None:
+        """Have a thread step a unit, and then release the buffers that its gradients may lie in.
+
+        `files` have its state, by the state's identity, if that is on a drive.
+        """
         by_segment = dict.fromkeys([gradient.of_segment for gradient in inputs])
         updates: defaultdict[int, list[Update]] = defaultdict(list)
         arrivals: list[Ticket] = []  # the tickets of copies that bring gradients
@@ -125,7 +139,17 @@ class UnitSteps:
         weights = {gradient.weight for gradient in inputs}
         generations = self._next_generations(unit, step.optimizer_weights)
         action = partial(_step_unit, unit, step, updates, weights, generations)
-        job = Job(action, arrivals, moved_bytes, partial(_release_buffers, buffers))
+        release = partial(_release_buffers, buffers)
+        job = Job(action, arrivals, moved_bytes, release)
+        if self.drive is not None and files and _are_one_pass(step, updates):
+            states = [
+                (files[id(state)], taken(Work(weight, None, state))[0])
+                for group_updates in updates.values()
+                for weight, _, state, *_ in group_updates
+            ]
+            job = on_drive = UnitOnDrive(after=arrivals, cleanup=release)
+            on_drive.unit, on_drive.pieces = unit, pieces_of(states)
+            on_drive.action = partial(action, partial(self.drive.step, on_drive))
         ticket = self._hand_over(unit, weights, job)
         for buffer in buffers:
             buffer.set_reader(ticket)
@@ -136,7 +160,10 @@ class UnitSteps:
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
-        ticket = unit.update.ticket = window.backend.trace.work(Kind.STEP, unit.name, job)
+        submit: Callable[[Job], Ticket] = partial(window.backend.trace.work, Kind.STEP, unit.name)
+        if self.drive is not None and isinstance(job, UnitOnDrive):
+            submit = self.drive.worker.submit
+        ticket = unit.update.ticket = submit(job)
         # Split-off weights are in units of their own, which do not wait for this step.
         if unit.split_off:
             window.finish_optimizer(unit)
@@ -201,8 +228,10 @@ class UnitSteps:
             self.window.finish_copies(self.window.units)
 
     def settle_all(self) -> None:
-        """Wait for steps, copies and gradients: masters and their gradients are complete afterwards."""
+        """Wait for steps, copies and gradients: masters, their gradients and all state are complete afterwards."""
         self.settle()
+        if self.drive is not None:
+            self.drive.settle()
         self.stream.settle()
         self.window.has_nothing_in_flight = True
 
@@ -222,18 +251,35 @@ def _step_unit(
     updates: Mapping[int, Sequence[Update]],
     weights: Set[Weight],
     generations: Sequence[Generation],
+    in_pieces: Callable[[Sequence[Pass]], None] | None = None,
 ) -> None:
-    """Step these weights of a unit, by the numbers of param groups."""
+    """Step these weights of a unit, by the numbers of param groups; or have it done `in_pieces`."""
     with untracked():
         for segment in unit.segments:
             segment.refresh_copies(weights)
+        passes: list[Pass] = []
         for number, group_updates in updates.items():
-            update_weights(step, number, group_updates)
+            if in_pieces is None:
+                update_weights(step, number, group_updates)
+            else:
+                works = [Work(*update[:4], scaling_of(update[4])) for update in group_updates]
+                passes += step.one_passes[number].passes_of(works)
+        if in_pieces is not None:
+            in_pieces(passes)
         note_stepped(unit.segments, weights)
         for memory, number in generations:
             memory.publish(number)
         if unit.update.is_on_device:  # from the next step on: this one may have made the state
             pack_state(unit, step.optimizer)
+
+
+def _are_one_pass(step: Step, updates: Mapping[int, Sequence[Update]]) -> bool:
+    """Tell whether each of these updates is one pass over memory."""
+    return all(
+        len(update[4]) <= MOST_FACTORS and step.one_passes[number].takes(Work(*update[:4]))
+        for number, group_updates in updates.items()
+        for update in group_updates
+    )
 
 
 def update_weights(step: Step, number: int, updates: Sequence[Update]) -> None:
