@@ -29,14 +29,13 @@ from transformers import AutoModelForCausalLM
 from sp_lightning import Assumptions, optim, plan
 from sp_lightning.pipeline.activations import offload
 from sp_lightning.planning import known
-from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import named_model, rates_of, rates_of_gpu
 from sp_lightning.planning.report import Report
 from sp_lightning.planning.work import Workload
 
 from .helpers import Run, Trace, assert_same_trace, attached, frozen, note_state
 from .lightning_modules import Placed, fit_placed, plain, streamed, trainer
-from .planning.parts import Fixed
+from .planning.parts import Fixed, estimate
 from .processes import in_processes
 from .zoo.blocks import WIDTH, Chain, Gated, LoRALinear
 

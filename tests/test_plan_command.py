@@ -30,10 +30,11 @@ from sp_lightning import Assumptions, SuperpipelineStrategy, plan
 from sp_lightning.cli import main
 from sp_lightning.pipeline import Lane, readable_bytes
 from sp_lightning.planning import rates
-from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import batch_of, find, gpu_named, known, named_model, recipe
 from sp_lightning.planning.memory import device_bytes, first_choice, first_host_bytes
 from sp_lightning.planning.report import Report, readable_hours
+
+from .planning.parts import estimate
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 SHOWN = re.compile(r"```bash\n(sp-lightning plan [^\n]+)\n```\n\n```text\n(.*?)```", re.DOTALL)

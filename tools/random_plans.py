@@ -20,7 +20,7 @@ from torch import nn
 
 from sp_lightning.planning.assumptions import Assumptions
 from sp_lightning.planning.choose import TooLittleMemory, choose
-from sp_lightning.planning.estimate import estimate
+from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.work import Prediction
 
 VOCABULARY = 32000
@@ -64,7 +64,7 @@ def random_case(seed: int) -> tuple[nn.Module, Assumptions]:
 
 def step(model: nn.Module, given: Assumptions, k: int | None = None) -> Prediction | None:
     """Return the fastest step; None if nothing fits."""
-    workload, machine = estimate(model, given)
+    workload, machine = estimate_work(divide(model, given), given), assumed_machine(given)
     try:
         return choose(workload, machine, given.device_bytes, host_budget=given.host_bytes, k=k or "auto")
     except TooLittleMemory:

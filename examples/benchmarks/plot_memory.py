@@ -30,7 +30,7 @@ from suite.sets import GIB, WORKLOADS  # noqa: E402
 
 from sp_lightning.planning.assumptions import Assumptions  # noqa: E402
 from sp_lightning.planning.choose import TooLittleMemory, choose  # noqa: E402
-from sp_lightning.planning.estimate import estimate  # noqa: E402
+from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work  # noqa: E402
 from sp_lightning.planning.report import readable_seconds  # noqa: E402
 
 # letters that can be read where a phone shows the picture 360 points wide
@@ -100,7 +100,7 @@ def planned(name: str, rooflines: Mapping[str, Any]) -> Curve:
         length=1,  # what attention takes is in what was reached
     )
     with torch.device("meta"):
-        work, machine = estimate(workload.network(), given)
+        work, machine = estimate_work(divide(workload.network(), given), given), assumed_machine(given)
     curve = Curve("superpipeline, planned and not measured", is_planned=True)
     for budget in _BUDGETS:
         try:

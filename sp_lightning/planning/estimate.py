@@ -94,11 +94,6 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     return DividedModel(module, division, vocabulary, chosen_experts)
 
 
-def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
-    """Estimate the workload of a model, which is not changed, and the assumed machine."""
-    return estimate_work(divide(module, given), given), assumed_machine(given)
-
-
 def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
     """Estimate the workload of a model that was divided."""
     division = model.division

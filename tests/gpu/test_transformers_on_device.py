@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from sp_lightning import Assumptions
-from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.memory import device_bytes
 from sp_lightning.planning.work import Choice
 from tests.helpers import assert_close_trace, assert_same_trace
 from tests.hf_trainers import CASES, build, everything, llama, text, tokens
+from tests.planning.parts import estimate
 from tests.second_device import IN_USE
 
 pytestmark = [

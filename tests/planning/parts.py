@@ -22,6 +22,8 @@ from typing_extensions import override
 
 from sp_lightning.pipeline import Engine, HostBackend, Pipeline, PipelineOptions, Planner, Stats, Summary, WindowPlan
 from sp_lightning.pipeline.weights import buffers
+from sp_lightning.planning.assumptions import Assumptions
+from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.measure import measured_work
 from sp_lightning.planning.work import Machine, UnitWork, Workload
 
@@ -33,6 +35,11 @@ from ..zoo.case import Batch, call_with_batch
 from ..zoo.vision import CLASSES, resnet50
 
 WORDS = 64
+
+
+def estimate(module: nn.Module, given: Assumptions) -> tuple[Workload, Machine]:
+    """Estimate the workload of a model, and the assumed machine."""
+    return estimate_work(divide(module, given), given), assumed_machine(given)
 
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 10, "num_attention_heads": 4, "intermediate_size": 64}

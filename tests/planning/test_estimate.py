@@ -24,7 +24,6 @@ from sp_lightning.pipeline import Lane
 from sp_lightning.planning.assumptions import OPTIMIZERS
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.clock import predict
-from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import named_model
 from sp_lightning.planning.memory import (
     activation_bytes,
@@ -38,6 +37,7 @@ from sp_lightning.planning.work import Choice
 from sp_lightning.trainer.steps import StepsMixin
 
 from ..helpers import unit_bytes
+from .parts import estimate
 
 Batch = tuple[nn.Module, dict[str, Tensor], int]
 
