@@ -108,7 +108,7 @@ def rates_of(kind: Literal["hosts", "drives"], name: str) -> Entry:
     return {"desktop": False, **assumed} if kind == "hosts" else assumed
 
 
-def batch_of(name: str) -> dict[str, int]:
+def batch_of(name: str) -> Entry:
     """Return the tokens of a batch, and of a row, that a model's recipe takes by default; nothing if any will do."""
     entry = find("models", name) or {}
     if "text_tokens" not in entry:

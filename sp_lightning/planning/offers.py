@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.assumptions import Assumptions, ladder
@@ -52,8 +51,7 @@ def offers(given: Assumptions) -> Iterator[Offer]:
     """Yield the best way to train each model that is offered on a machine."""
     for name, entry in known("models").items():
         if "offered_as" in entry:
-            batch: dict[str, Any] = batch_of(name)
-            yield _best(entry["offered_as"], name, replace(given, **batch))
+            yield _best(entry["offered_as"], name, replace(given, **batch_of(name)))
 
 
 def _best(kind: str, name: str, given: Assumptions) -> Offer:
