@@ -104,8 +104,7 @@ def rates_of(kind: Literal["hosts", "drives"], name: str) -> Entry:
     if entry is None:
         option = {"hosts": "host", "drives": "nvme"}[kind]
         raise ValueError(f"`--{option}`: {name!r} is not one of {', '.join(known(kind))}")
-    assumed = {rate: value for rate, value in entry.items() if rate != "source"}
-    return {"desktop": False, **assumed} if kind == "hosts" else assumed
+    return {rate: value for rate, value in entry.items() if rate != "source"}
 
 
 def batch_of(name: str) -> Entry:
@@ -186,7 +185,7 @@ def of_transformers(config: Any) -> nn.Module:
 def of_shapes(shapes: Entry) -> nn.Module:
     """Build a model that only holds weights, from the description by `tools/known_models.py`."""
     model = _layer(shapes)
-    for name, other in shapes.get("tied", {}).items():
+    for name, other in shapes["tied"].items():
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, model.get_parameter(other))
     return model
