@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Literal, NamedTuple, get_args
@@ -47,27 +47,21 @@ _EFFORT = 0.002
 _WEAR = 0.02
 
 
+@dataclass(eq=False)
 class TooLittleMemory(ValueError):
-    """Nothing fits, not even the smallest choice. The message names the largest part, and remedies for a run.
+    """Nothing fits, not even the smallest choice. The message names the largest part, and remedies for a run."""
 
-    Attributes:
-        place: "device" or "host".
-        budget: Bytes that there are.
-        missing: Bytes that it takes besides them.
-        most: The part that takes most.
-    """
+    place: Literal["device", "host"]
+    budget: int  # bytes that there are
+    missing: int  # bytes that a step takes besides them
+    most: str  # the part that takes most
+    hint: str = ""  # a remedy
 
-    def __init__(
-        self, place: Literal["device", "host"], budget: float, missing: float, most: str, hint: str = ""
-    ) -> None:
-        memory = {"device": "GPU memory", "host": "CPU memory"}[place]
-        self.place: Literal["device", "host"] = place
-        self.budget = int(budget)
-        self.missing = int(missing)
-        self.most = most
+    def __str__(self) -> str:
+        memory = {"device": "GPU memory", "host": "CPU memory"}[self.place]
         needed, has = readable_bytes(self.budget + self.missing), readable_bytes(self.budget)
         too_little = f"A step needs {needed} of {memory}, but only {has} are available."
-        super().__init__(f"{too_little} Most of it is for {most}{hint}.")
+        return f"{too_little} Most of it is for {self.most}{self.hint}."
 
 
 class _Draft(NamedTuple):
@@ -121,7 +115,8 @@ def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Wo
             "gradients, which wait there for all others": waiting,
             "sums of gradients": sums,
         }
-        raise TooLittleMemory("host", host_budget, missing, max(parts, key=parts.__getitem__))
+        most = max(parts, key=parts.__getitem__)
+        raise TooLittleMemory("host", int(host_budget), int(missing), most)
     return replace(workload, staying=first.living)
 
 
