@@ -120,18 +120,21 @@ def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Wo
     return replace(workload, staying=first.living)
 
 
+@dataclass
 class _Search:
     """Fills drafts up with as many units as fit, and prices them."""
 
-    def __init__(self, workload: Workload, machine: Machine, room: int, host_room: float, by_size: bool) -> None:
+    workload: Workload
+    machine: Machine
+    room: int  # bytes of the device
+    host_room: float
+    by_size: bool
+
+    def __post_init__(self) -> None:
+        workload, machine = self.workload, self.machine
         self.found: dict[Choice, tuple[_Draft, Prediction]] = {}
         self._choice = cache(self._make_choice)  # most drafts are met several times
-        self._workload = workload
-        self._machine = machine
-        self._room = room
-        self._host_room = host_room
-        self._by_size = by_size
-        may_visit = machine.host_memory >= _SPARE_MEMORY * machine.host and not by_size
+        may_visit = machine.host_memory >= _SPARE_MEMORY * machine.host and not self.by_size
         self._able_to_visit = [n for n, unit in enumerate(workload.units) if unit.visit_up and may_visit]
         self._staying = workload.staying or ()
         self._able_to_live = [number for number in workload.able_to_live if number not in self._staying]
@@ -150,7 +153,7 @@ class _Search:
             self.look_at(self.near(best))
 
     def _cost(self, prediction: Prediction) -> float:
-        if self._by_size:
+        if self.by_size:
             repeating = sum(way.repeating > 0 for way in prediction.choice.ways)
             return prediction.bytes_to_device + prediction.bytes_to_host + repeating
         wear = _WEAR * prediction.lanes[Lane.TO_DRIVE]
@@ -158,7 +161,7 @@ class _Search:
 
     def drafts(self, places: Sequence[int]) -> Iterator[_Draft]:
         """Yield drafts that are far from each other."""
-        units = len(self._workload.units)
+        units = len(self.workload.units)
         for k, policy, is_spread, keeping, visits in product(places, _POLICIES, (False, True), _SHARES, _SHARES):
             draft = _Draft(k, policy, is_spread, round(keeping * units), visits)
             yield draft
@@ -166,7 +169,7 @@ class _Search:
 
     def near(self, draft: _Draft) -> Iterator[_Draft]:
         """Yield drafts with a little more or less of everything."""
-        units = max(1, len(self._workload.units))
+        units = max(1, len(self.workload.units))
         for change in _CHANGES:
             yield draft._replace(living=max(0, draft.living + change))
             yield self._filled(draft._replace(keeping=min(units, max(0, draft.keeping + change))))
@@ -177,14 +180,14 @@ class _Search:
     def _filled(self, draft: _Draft) -> _Draft:
         """Return the draft with as many units on the device as fit."""
         more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
-        living = bisect_right(more, self._room, key=lambda draft: device_bytes(self._workload, self._choice(draft)))
+        living = bisect_right(more, self.room, key=lambda draft: device_bytes(self.workload, self._choice(draft)))
         return draft._replace(living=living)
 
     def too_little(self, k: int) -> TooLittleMemory:
         """Return the error for the draft with this number of places that takes the least of the device."""
-        work = self._workload
+        work = self.workload
         drafts = [self._choice(_Draft(k, policy)) for policy in _POLICIES]
-        fitting = [choice for choice in drafts if host_bytes(work, choice) <= self._host_room]
+        fitting = [choice for choice in drafts if host_bytes(work, choice) <= self.host_room]
         least = min(fitting or drafts, key=partial(device_bytes, work))
         unit = max(work.units or work.everything, key=lambda unit: unit.weight_bytes)
         working = max((way.working for way in least.ways), default=0)
@@ -197,35 +200,35 @@ class _Search:
                 ": a lower precision helps, or smaller `units`",
             ),
         ]
-        missing = device_bytes(work, least) - self._room
+        missing = device_bytes(work, least) - self.room
         _, most, hint = max(parts, key=lambda part: part[0])
-        return TooLittleMemory("device", self._room, missing, most, hint)
+        return TooLittleMemory("device", self.room, missing, most, hint)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""
         for draft in drafts:
             choice = self._choice(draft)
-            if choice in self.found or host_bytes(self._workload, choice) > self._host_room:
+            if choice in self.found or host_bytes(self.workload, choice) > self.host_room:
                 continue
-            if device_bytes(self._workload, choice) <= self._room:
+            if device_bytes(self.workload, choice) <= self.room:
                 self.found[choice] = draft, self._price(choice)
 
     def _price(self, choice: Choice) -> Prediction:
         """Price a choice, with later visits and other units on the drive, too; return the cheapest way."""
         choices = [choice]
         if choice.on_drive:
-            choices.append(with_drive(self._workload, choice, self._host_room, is_spread=True))
-        if choice.visiting and self._workload.stepping == "in backward":
+            choices.append(with_drive(self.workload, choice, self.host_room, is_spread=True))
+        if choice.visiting and self.workload.stepping == "in backward":
             choices += [replace(each, defers_visits=True) for each in choices]
-        return min((predict(self._workload, self._machine, each) for each in choices), key=self._cost)
+        return min((predict(self.workload, self.machine, each) for each in choices), key=self._cost)
 
     def _make_choice(self, draft: _Draft) -> Choice:
         living = tuple(self._able_to_live)
         count = min(len(living), draft.living)
         living = (*self._staying, *(spread(count, living) if draft.is_spread else living[:count]))
-        first = len(self._workload.units) - draft.keeping
+        first = len(self.workload.units) - draft.keeping
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
-        choice = with_drive(self._workload, Choice(draft.k, living, ways=ways), self._host_room)
+        choice = with_drive(self.workload, Choice(draft.k, living, ways=ways), self.host_room)
         able = [number for number in self._able_to_visit if number not in (*living, *choice.on_drive)]
         choice = replace(choice, visiting=spread(round(draft.visits * len(able)), able))
-        return with_waiting(self._workload, choice, self._host_room)
+        return with_waiting(self.workload, choice, self.host_room)
