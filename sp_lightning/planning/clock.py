@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from dataclasses import dataclass
 
 from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS, landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
@@ -54,13 +55,13 @@ def predict(workload: Workload, machine: Machine, choice: Choice) -> Prediction:
     )
 
 
+@dataclass
 class _Lane:
     """A resource that does one thing after the other, at a rate."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.free = 0.0  # when all is done so far
-        self.moved = 0.0  # the sum of bytes, or of seconds of computing
+    rate: float
+    free: float = 0.0  # when all is done so far
+    moved: float = 0.0  # the sum of bytes, or of seconds of computing
 
     @property
     def busy(self) -> float:
