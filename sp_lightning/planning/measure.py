@@ -185,8 +185,8 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     steps = [_computing(recording, begin, end, in_order) for begin, end in recording.steps]
     # a step that returns no loss has no backward
     steps = [step for step in steps if any(kind is Kind.BACKWARD for kind, _, _ in step)] or steps
-    fastest: dict[_Phase, float] = defaultdict(float)
-    fastest |= {phase: min(step[phase] for step in steps) for phase in set(chain(*steps))}
+    phases = set(chain(*steps))
+    fastest = defaultdict(float, {phase: min(step[phase] for step in steps) for phase in phases})
     stepping: Stepping | None = None
     micro_steps = 1
     if measured.optimizer_steps:
@@ -241,10 +241,7 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     # The rate of updates includes the waits of kernels.
     updates = _rate(recording, Kind.VISIT) or before.updates
     machine = replace(before, to_device=to_device, to_host=to_host, host=host, updates=updates)
-    if before.device_memory == math.inf:
-        backend = engine.backend
-        return replace(machine, device_memory=backend.memory_rate, kernel_seconds=backend.kernel_seconds)
-    return machine
+    return replace(machine, device_memory=engine.backend.memory_rate, kernel_seconds=engine.backend.kernel_seconds)
 
 
 def _computing(recording: Recording, begin: float, end: float, units: Sequence[Unit]) -> dict[_Phase, float]:
