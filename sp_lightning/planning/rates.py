@@ -136,9 +136,4 @@ def _step_of_adamw() -> partial[Job]:
     """Return a step of AdamW on the host, over bf16 weights with the other bits of fp32 next to them."""
     weight = nn.Parameter(torch.ones(_STEPPED, dtype=torch.bfloat16))
     weight.grad = torch.full_like(weight, 0.01)
-    optimizer = AdamW([weight])
-
-    def step() -> None:
-        optimizer.step()
-
-    return partial(Job, step, nbytes=_OF_STEP * _STEPPED)
+    return partial(Job, AdamW([weight]).step, nbytes=_OF_STEP * _STEPPED)
