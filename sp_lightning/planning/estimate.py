@@ -106,8 +106,9 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         _work(unit, given, model, ["keep"] if unit in keeping else policies)
         for unit in (*division.units, division.resident)
     ]
+    masters = sum(unit.sum_bytes for unit in (*units, resident))
     stepping: Stepping | None = None
-    if any(unit.step_bytes for unit in (*units, resident)):
+    if masters:
         # a loss scaler looks at all gradients, too
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
@@ -117,7 +118,6 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
     if given.loss == "chunked":
         width = 2 if given.precision in _HALF else 4
         turn = sum(_OF_CHUNKED_LOSS * width * shape.numel() for shape in heads)
-    masters = sum(weight.nbytes for weight in model.module.parameters() if weight.requires_grad)
     return Workload(
         units=tuple(units),
         resident=resident,

@@ -7,7 +7,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from torch import nn
 
@@ -331,7 +330,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
         ways = zip(faster.units, step.choice.ways, strict=True)
         same = replace(step.choice, ways=tuple(unit.way(way.policy) for unit, way in ways))
         found = choose(faster, machine, budget, host_budget=host_budget)
-        at_best = min(found, predict(faster, machine, same), step, key=attrgetter("seconds"))
+        at_best = min(found, predict(faster, machine, same), step, key=lambda each: each.seconds)
     first = first_host_bytes(workload, first_choice(workload, budget, host_budget))
     return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
 
