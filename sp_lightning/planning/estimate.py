@@ -62,9 +62,8 @@ _MEMORY_FOR_ALL = 1.5
 
 
 class DividedModel(NamedTuple):
-    """A copy of a model without memory, as it is trained, its units, and its facts that decide on their work."""
+    """The units of a model as it is trained, of a copy without memory, and facts that decide on their work."""
 
-    module: nn.Module
     division: Division
     vocabulary: frozenset[int]  # sizes of its tables
     chosen_experts: int | None  # number of a mixture's experts that each token passes
@@ -91,7 +90,7 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
             weight.layout = weight.layout.flatten()[::2]
         elif dtype is not None and id(weight.master) in cast:
             weight.compute_dtype = dtype
-    return DividedModel(module, division, vocabulary, chosen_experts)
+    return DividedModel(division, vocabulary, chosen_experts)
 
 
 def estimate_work(model: DividedModel, given: Assumptions) -> Workload:

@@ -310,13 +310,12 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
     model = divide(module, given)
     workload, machine = estimate_work(model, given), assumed_machine(given)
     budget, host_budget = given.device_room, given.host_room
-    trained = [weight for weight in model.module.parameters() if weight.requires_grad]
     row = Row(
         given,
         None,
         units=len(workload.units),
         has_logits=workload.turn_bytes > 0,
-        checkpoint_bytes=sum(weight.nbytes for weight in trained) + given.state_bytes(trained),
+        checkpoint_bytes=sum(unit.sum_bytes + unit.state_bytes for unit in workload.everything),
     )
     try:
         step = choose(workload, machine, budget, host_budget=host_budget)
