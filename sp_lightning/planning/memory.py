@@ -153,34 +153,27 @@ def first_host_bytes(workload: Workload, first: Choice) -> int:
 
 def _with_most_waiting(workload: Workload, choice: Choice, device_room: float) -> Choice:
     """Return the choice with as many gradients waiting on the device as there is room for, if the host gains by it."""
-    able = _able_to_wait(workload, choice)
-    most = bisect_right(
-        range(len(able)),
-        device_room,
-        key=lambda last: device_bytes(workload, replace(choice, waiting=able[: last + 1])),
-    )
-    return min(choice, replace(choice, waiting=able[:most]), key=partial(host_bytes, workload))
+    choices = _with_more_waiting(workload, choice)
+    most = bisect_right(choices, device_room, lo=1, key=partial(device_bytes, workload))
+    return min(choice, choices[most - 1], key=partial(host_bytes, workload))
 
 
 def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice:
     """Return the choice in which only gradients that the host has no room for wait on the device."""
     if host_bytes(workload, choice) <= host_room:
         return choice
-    able = _able_to_wait(workload, choice)
-    least = bisect_left(
-        range(len(able)),
-        True,
-        key=lambda last: host_bytes(workload, replace(choice, waiting=able[: last + 1])) <= host_room,
-    )
-    return replace(choice, waiting=able[: least + 1])
+    choices = _with_more_waiting(workload, choice)
+    least = bisect_left(choices, True, key=lambda each: host_bytes(workload, each) <= host_room)
+    return choices[min(least, len(choices) - 1)]
 
 
-def _able_to_wait(workload: Workload, choice: Choice) -> tuple[int, ...]:
-    """Return the units whose gradients may wait; those that wait for the shortest time come first."""
+def _with_more_waiting(workload: Workload, choice: Choice) -> list[Choice]:
+    """Return the choice, then with more and more gradients waiting, first those that wait for the shortest time."""
     passing = workload.micro_steps == 1 and workload.stepping != "after backward"
-    if passing or not workload.may_wait or not workload.trains:
-        return ()
-    return tuple(number for number, nbytes in enumerate(workload.gradients_to_host(choice)) if nbytes)
+    if passing or not workload.may_wait:
+        return [choice]
+    able = [number for number, nbytes in enumerate(workload.gradients_to_host(choice)) if nbytes]
+    return [replace(choice, waiting=tuple(able[:count])) for count in range(len(able) + 1)]
 
 
 def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int:
