@@ -52,14 +52,14 @@ class TooLittleMemory(ValueError):
     """Nothing fits, not even the smallest choice. The message names the largest part, and remedies for a run."""
 
     place: Literal["device", "host"]
+    needed: int  # bytes that a step takes
     budget: int  # bytes that there are
-    missing: int  # bytes that a step takes besides them
     most: str  # the part that takes most
     hint: str = ""  # a remedy
 
     def __str__(self) -> str:
         memory = {"device": "GPU memory", "host": "CPU memory"}[self.place]
-        needed, has = readable_bytes(self.budget + self.missing), readable_bytes(self.budget)
+        needed, has = readable_bytes(self.needed), readable_bytes(self.budget)
         too_little = f"A step needs {needed} of {memory}, but only {has} are available."
         return f"{too_little} Most of it is for {self.most}{self.hint}."
 
@@ -107,7 +107,8 @@ def choose(
 def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Workload:
     """Return the work with the units that stay on the device from the first step on; raise if the host is too small."""
     first = first_choice(workload, budget, host_budget)
-    if (missing := first_host_bytes(workload, first) - host_budget) > 0:
+    needed = first_host_bytes(workload, first)
+    if needed > host_budget:
         waiting = landing_bytes(workload, Choice(1))
         sums = sum(unit.gradient_bytes for unit in workload.everything) if workload.adds_up else 0
         parts = {
@@ -116,7 +117,7 @@ def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Wo
             "sums of gradients": sums,
         }
         most = max(parts, key=parts.__getitem__)
-        raise TooLittleMemory("host", int(host_budget), int(missing), most)
+        raise TooLittleMemory("host", needed, int(host_budget), most)
     return replace(workload, staying=first.living)
 
 
@@ -200,9 +201,8 @@ class _Search:
                 ": a lower precision helps, or smaller `units`",
             ),
         ]
-        missing = device_bytes(work, least) - self.room
         _, most, hint = max(parts, key=lambda part: part[0])
-        return TooLittleMemory("device", self.room, missing, most, hint)
+        return TooLittleMemory("device", device_bytes(work, least), self.room, most, hint)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
         """Price the drafts that fit."""

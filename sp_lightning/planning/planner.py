@@ -131,7 +131,7 @@ class AutoPlanner(Planner):
             prediction = search(budget)
         except TooLittleMemory as error:
             warnings.warn(f"superpipeline: {error}", stacklevel=2)
-            prediction = search(budget + error.missing)
+            prediction = search(error.needed)
         choice = prediction.choice
         plan = WindowPlan(
             k=choice.k,

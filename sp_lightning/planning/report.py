@@ -99,7 +99,7 @@ class Row:
         error = self.error
         if error is None:
             return 0
-        given, needed = self.given, error.budget + error.missing
+        given, needed = self.given, error.needed
         if error.place == "host":
             needed = as_sold(needed + given.bytes_of_system)
         else:
