@@ -300,9 +300,12 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
 
 def _convolution(module: nn.Module) -> str:
     """Return the name of a convolution that is no cutting into patches; nothing if there is none."""
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d | nn.Conv3d)]
-    # models that are built in have no strides, and no such layer
-    return next((name for name, layer in layers if "stride" in vars(layer) and layer.kernel_size != layer.stride), "")
+    for name, layer in module.named_modules():
+        # models that are built in have no strides, and no such layer
+        is_convolution = isinstance(layer, nn.Conv2d | nn.Conv3d) and "stride" in vars(layer)
+        if is_convolution and layer.kernel_size != layer.stride:
+            return name
+    return ""
 
 
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
