@@ -279,9 +279,8 @@ class Assumptions:
             return int(sum(weight.numel() for weight in weights) * (low + of_moments))
         nbytes = 0
         for weight in weights:
-            like = tuple(weight.shape), weight.dtype
-            of_weight = _state_bytes(self.optimizer, *like)
-            nbytes += (_state_bytes("AdamW", *like) or 0) if of_weight is None else of_weight
+            of_weight = _state_bytes(self.optimizer, tuple(weight.shape), weight.dtype)
+            nbytes += 2 * weight.nbytes if of_weight is None else of_weight
         return nbytes
 
 
