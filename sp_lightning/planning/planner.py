@@ -59,13 +59,12 @@ class AutoPlanner(Planner):
         arrangement, options = engine.arrangement, engine.options
         if "auto" not in (options.k, options.activations, options.optimizer_on):
             return None
+        if engine.device_budget is None or not arrangement.units:
+            return None
         before = self._units, self._trains
         if arrangement.layout is not self._layout:
             self._layout = arrangement.layout
-            may_stream = engine.device_budget is not None and arrangement.units
-            self._units = tuple(map(work_of, arrangement.all_units)) if may_stream else ()
-        if not self._units:
-            return None
+            self._units = tuple(map(work_of, arrangement.all_units))
         self._trains |= builds_graph
         situation = self._units, self._trains
         planned = self._plans.get(situation)
