@@ -304,7 +304,7 @@ def _convolution(module: nn.Module) -> str:
         # models that are built in have no strides, and no such layer
         is_convolution = isinstance(layer, nn.Conv2d | nn.Conv3d) and "stride" in vars(layer)
         if is_convolution and layer.kernel_size != layer.stride:
-            return name
+            return str(name)
     return ""
 
 
