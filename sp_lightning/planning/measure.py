@@ -81,10 +81,9 @@ def work_of(
     traffic = effort.nbytes * numbers
     # one for each piece, and one more after a weight that does not end where the next one begins
     passes = math.ceil(numbers / PIECE) + sum(size % BLOCK > 0 for size in sizes)
-    is_ours = has_halves or has_codes
     return replace(
         work,
-        update_traffic=traffic if is_ours else work.update_traffic,
+        update_traffic=traffic if has_halves or has_codes else work.update_traffic,
         visit_up=up,
         visit_down=down,
         visit_bytes=bytes_of_pieces(down + gradients, numbers),
