@@ -271,15 +271,10 @@ def _start_threads() -> None:
 
 def add(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient, which may be in another dtype, to a sum of gradients."""
-    for part, added in pieces(total, gradient):
-        part.add_(added)
-
-
-def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of all tensors that fit into the caches of all threads, where the next operation finds them."""
-    strides = {gradient.stride() for gradient in gradients}
-    if strides != {total.stride()} or not fills_memory(total):
-        yield total, *gradients
+    if gradient.stride() != total.stride() or not fills_memory(total):
+        total.add_(gradient)
         return
+    # pieces fit into the caches of all threads, where the addition finds what the cast has written
     size = _RANGE * torch.get_num_threads()
-    yield from zip(*(torch.split(flat(tensor), size) for tensor in (total, *gradients)), strict=True)
+    for part, added in zip(flat(total).split(size), flat(gradient).split(size), strict=True):
+        part.add_(added)
