@@ -26,7 +26,6 @@ from sp_lightning.optim.layout import (
     State,
     fills_memory,
     flat,
-    laid_like,
     lies_like,
     make_state,
     moment_in,
@@ -101,13 +100,13 @@ def count(works: Sequence[Work]) -> None:
 
 
 def taken(work: Work) -> tuple[Memory, Scaling]:
-    """Return the memory that a pass reads and writes, and the scaling of the gradient."""
+    """Return the memory that a pass reads and writes, and the scaling; a gradient in another layout is copied."""
     weight, gradient, state, copy, scaling, _ = work
     assert scaling is not None
-    (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
-    if gradient is not None and gradient.shape == weight.shape:
-        gradient = laid_like(gradient, weight)
-    memory = Memory(weight, state.get("low"), gradient, first, second, copy, first_scale, second_scale)
+    moments, scales = zip(*[moment_in(state, name) for name in MOMENT_NAMES], strict=True)
+    if gradient is not None and gradient.shape == weight.shape and not lies_like(gradient, weight):
+        gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+    memory = Memory(weight, state.get("low"), gradient, *moments, copy, *scales)
     _check(memory)
     return memory, scaling
 
