@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -178,7 +177,9 @@ def _batches_of(passes: Sequence[Pass]) -> list[_Batch]:
 
 
 def _run_loop(batch: _Batch) -> None:
-    """Update weights in one call, on as many threads as torch uses in this one."""
+    """Update weights in one call, on as many threads as torch uses in this one, if numba has as many."""
+    import numba
+
     ranges = [
         (row, begin, min(begin + _RANGE, size))
         for row, size in enumerate(step.memory.weight.numel() for step in batch.passes)
@@ -192,9 +193,14 @@ def _run_loop(batch: _Batch) -> None:
     ]  # fmt: skip
     arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
     first = batch.passes[0]
-    # more threads would be woken, and waited for
-    with _on_threads(min(len(ranges), torch.get_num_threads())):
-        compiled_kernels().step_ranges(batch.loop, batch.rule, first.scaling, *arrays, first.seed)
+    with _ONE_AT_A_TIME:
+        before = numba.get_num_threads()
+        # more threads would be woken, and waited for
+        numba.set_num_threads(min(len(ranges), torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        try:
+            compiled_kernels().step_ranges(batch.loop, batch.rule, first.scaling, *arrays, first.seed)
+        finally:
+            numba.set_num_threads(before)
 
 
 @cache
@@ -213,12 +219,19 @@ def loop_of(kind: Kind) -> Any:
 
 @cache
 def compiled_kernels() -> Any:
-    """Return the module of kernels, or None if numba is missing or cannot compile it."""
+    """Return the module of kernels, or None if numba is missing or cannot compile it.
+
+    Before it is compiled, which would start numba's threads, a thread that ends starts them. The one that does gets
+    their number for torch, too: it is OpenMP's, and OpenMP is torch's own. With another number, torch's sums would have
+    other bits.
+    """
     cannot = "be imported", "pip install 'sp-lightning[fast]'"
     try:
-        import_module("numba")  # it takes its time
+        numba = import_module("numba")  # it takes its time
         cannot = _CANNOT_COMPILE
-        _start_threads()  # here, or to compile for them would start them
+        starter = threading.Thread(target=numba.get_num_threads)
+        starter.start()
+        starter.join()
         return import_module("sp_lightning.optim.kernels")
     # numba refuses versions of numpy and of Python by exceptions of several classes
     except Exception as error:
@@ -238,34 +251,6 @@ def _warn_that_torch_updates(what: str, remedy: str, reason: str) -> None:
         reason,
         remedy,
     )
-
-
-@contextmanager
-def _on_threads(count: int) -> Iterator[None]:
-    """Have kernels run on this many threads in the scope, if numba has as many."""
-    import numba
-
-    with _ONE_AT_A_TIME:
-        _start_threads()
-        before = numba.get_num_threads()
-        numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-        try:
-            yield
-        finally:
-            numba.set_num_threads(before)
-
-
-@cache
-def _start_threads() -> None:
-    """Have numba start its threads once, in a thread that ends: the starting thread gets their number for torch, too.
-
-    That is OpenMP's number, and OpenMP is torch's own. With another number, torch's sums would have other bits.
-    """
-    import numba
-
-    starter = threading.Thread(target=numba.get_num_threads)
-    starter.start()
-    starter.join()
 
 
 def add(total: Tensor, gradient: Tensor) -> None:
