@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -56,23 +56,16 @@ class Work(NamedTuple):
     group: dict[str, Any] = {}  # the options of its param group
 
 
-class _Batch(NamedTuple):
-    """Passes that one call of a compiled loop makes, by the same numbers; without a loop, torch's operations do."""
-
-    passes: Sequence[Pass]
-    loop: Any = None
-    rule: Rule | None = None
-
-
 def step_weights(update: Update, works: Sequence[Work]) -> None:
     """Make a step. State and kernels, which may fail, are made before the first count or weight changes."""
     if not works:
         return
     passes = passes_of(update, works)
     compile_for([step for step in passes if not step.memory.weight.is_cpu])
-    batches = _batches_of(passes)
+    calls = _calls_of(passes)
     count(works)
-    _run(passes, batches)
+    for call in calls:
+        call()
 
 
 def passes_of(update: Update, works: Sequence[Work]) -> list[Pass]:
@@ -102,10 +95,10 @@ def taken(work: Work) -> tuple[Memory, Scaling]:
     """Return the memory that a pass reads and writes, and the scaling; a gradient in another layout is copied."""
     weight, gradient, state, copy, scaling, _ = work
     assert scaling is not None
-    moments, scales = zip(*[moment_in(state, name) for name in MOMENT_NAMES], strict=True)
+    (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
     if gradient is not None and gradient.shape == weight.shape and not lies_like(gradient, weight):
         gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-    memory = Memory(weight, state.get("low"), gradient, *moments, copy, *scales)
+    memory = Memory(weight, state.get("low"), gradient, first, second, copy, first_scale, second_scale)
     _check(memory)
     return memory, scaling
 
@@ -130,20 +123,8 @@ def _check(memory: Memory) -> None:
 
 def run(passes: Sequence[Pass]) -> None:
     """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
-    _run(passes, _batches_of(passes))
-
-
-def _run(passes: Sequence[Pass], batches: Sequence[_Batch]) -> None:
-    for batch in batches:
-        if batch.loop is not None:
-            _run_loop(batch)
-            continue
-        for step in batch.passes:
-            step_on_device(step)
-    for step in passes:
-        weight, copy = step.memory.weight, step.memory.copy
-        if _is_fp16(copy) and weight.is_cpu:
-            copy.copy_(weight)
+    for call in _calls_of(passes):
+        call()
 
 
 def _is_fp16(tensor: Tensor | None) -> bool:
@@ -160,45 +141,53 @@ def _without_fp16(step: Pass) -> Pass:
     return step._replace(memory=step.memory._replace(gradient=gradient, copy=copy))
 
 
-def _batches_of(passes: Sequence[Pass]) -> list[_Batch]:
-    """Return batches of passes: on the CPU, of those that one call of a loop can make; the loops are compiled here."""
+def _calls_of(passes: Sequence[Pass]) -> list[Callable[[], Any]]:
+    """Return calls that update weights: on the CPU, one of a loop for all that it can; the loops are compiled here."""
     on_device = [step for step in passes if not step.memory.weight.is_cpu]
-    batches = [_Batch([step]) for step in together(on_device)]
+    on_cpu = [step for step in passes if step.memory.weight.is_cpu]
+    calls: list[Callable[[], Any]] = [partial(step_on_device, step) for step in together(on_device)]
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
     rules: dict[tuple[int, float], Rule] = {}
-    for step in [_without_fp16(step) for step in passes if step.memory.weight.is_cpu]:
+    for step in map(_without_fp16, on_cpu):
         key = id(step.group), step.step
         if key not in rules:
             rules[key] = step.update.rule(step.group, step.step)
         kind = Kind.of(rules[key], step.scaling, step.memory)
         alike.setdefault((kind, rules[key], step.scaling, step.seed), []).append(step)
-    batches += [_Batch(steps, loop_of(kind), rule) for (kind, rule, *_), steps in alike.items()]
-    return batches
+    for (kind, rule, *_), steps in alike.items():
+        loop = loop_of(kind)
+        if loop is None:
+            calls += [partial(step_on_device, step) for step in steps]
+        else:
+            calls.append(partial(_run_loop, loop, rule, steps))
+    memories = [step.memory for step in on_cpu]
+    calls += [partial(memory.copy.copy_, memory.weight) for memory in memories if _is_fp16(memory.copy)]
+    return calls
 
 
-def _run_loop(batch: _Batch) -> None:
+def _run_loop(loop: Any, rule: Rule, passes: Sequence[Pass]) -> None:
     """Update weights in one call, on as many threads as torch uses in this one, if numba has as many."""
     import numba
 
     ranges = [
         (row, begin, min(begin + _RANGE, size))
-        for row, size in enumerate(step.memory.weight.numel() for step in batch.passes)
+        for row, size in enumerate(step.memory.weight.numel() for step in passes)
         for begin in range(0, size, _RANGE)
     ]
     if not ranges:
         return
     rows = [
         [*(0 if tensor is None else tensor.data_ptr() for tensor in step.memory), step.begin]
-        for step in batch.passes
+        for step in passes
     ]  # fmt: skip
     arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
-    first = batch.passes[0]
+    first = passes[0]
     with _ONE_AT_A_TIME:
         before = numba.get_num_threads()
         # more threads would be woken, and waited for
         numba.set_num_threads(min(len(ranges), torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         try:
-            compiled_kernels().step_ranges(batch.loop, batch.rule, first.scaling, *arrays, first.seed)
+            compiled_kernels().step_ranges(loop, rule, first.scaling, *arrays, first.seed)
         finally:
             numba.set_num_threads(before)
 
@@ -260,5 +249,5 @@ def add(total: Tensor, gradient: Tensor) -> None:
         return
     # pieces fit into the caches of all threads, where the addition finds what the cast has written
     size = _RANGE * torch.get_num_threads()
-    for part, added in zip(flat(total).split(size), flat(gradient).split(size), strict=True):
+    for part, added in zip(torch.split(flat(total), size), torch.split(flat(gradient), size), strict=True):
         part.add_(added)
