@@ -64,9 +64,8 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         unknown = group.keys() - self.defaults.keys() - _BESIDE_OPTIONS
-        off = {name for name in unknown if group[name] is None or group[name] is False}
         try:
-            _refuse(unknown - off, self)
+            _refuse([name for name in unknown if group[name] is not None and group[name] is not False], self)
             check_group(group)
         except Exception:
             del self.param_groups[-1]
@@ -79,17 +78,11 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(p.grad.is_sparse for p in stepped):
+        stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p, _ in stepped):
             raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
-        works = [
-            Work(p, p.grad, self.state[p], group=group)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        step_weights(self.update, works)
-        increment_version(stepped)
+        step_weights(self.update, [Work(p, p.grad, self.state[p], group=group) for p, group in stepped])
+        increment_version([p for p, _ in stepped])
         return loss
 
     def compile_updates(self, device: torch.device, lowered: Collection[torch.dtype]) -> None:

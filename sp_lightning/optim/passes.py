@@ -71,9 +71,7 @@ def step_weights(update: Update, works: Sequence[Work]) -> None:
 def passes_of(update: Update, works: Sequence[Work]) -> list[Pass]:
     """Return the passes of the step that comes next; the first step makes the state of our optimizers."""
     with_state = [
-        # torch's make their state themselves
-        work if work.state or "moments" not in work.group
-        else work._replace(state=make_state(work.weight, work.group, update.moments))
+        work if work.state else work._replace(state=make_state(work.weight, work.group, update.moments))
         for work in works
     ]  # fmt: skip
     taken_by = [taken(work) for work in with_state]
