@@ -41,7 +41,8 @@ def state_after_dry_step(kind: type[Optimizer], groups: Iterable[Mapping[str, An
             inspect.unwrap(type(optimizer).step)(optimizer)
     except Exception:
         return None
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _like(weights: Iterable[Tensor]) -> list[Tensor]:

@@ -64,8 +64,9 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         unknown = group.keys() - self.defaults.keys() - _BESIDE_OPTIONS
+        off = {name for name in unknown if group[name] is None or group[name] is False}
         try:
-            _refuse([name for name in unknown if group[name] is not None and group[name] is not False], self)
+            _refuse(unknown - off, self)
             check_group(group)
         except Exception:
             del self.param_groups[-1]
@@ -78,10 +79,15 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        stepped = [
+            (p, group)
+            for group in self.param_groups
+            for p in group["params"] if p.grad is not None
+        ]  # fmt: skip
         if any(p.grad.is_sparse for p, _ in stepped):
             raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
-        step_weights(self.update, [Work(p, p.grad, self.state[p], group=group) for p, group in stepped])
+        works = [Work(p, p.grad, self.state[p], group=group) for p, group in stepped]
+        step_weights(self.update, works)
         increment_version([p for p, _ in stepped])
         return loss
 

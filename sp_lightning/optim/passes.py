@@ -71,7 +71,8 @@ def step_weights(update: Update, works: Sequence[Work]) -> None:
 def passes_of(update: Update, works: Sequence[Work]) -> list[Pass]:
     """Return the passes of the step that comes next; the first step makes the state of our optimizers."""
     with_state = [
-        work if work.state else work._replace(state=make_state(work.weight, work.group, update.moments))
+        work if work.state
+        else work._replace(state=make_state(work.weight, work.group, update.moments))
         for work in works
     ]  # fmt: skip
     taken_by = [taken(work) for work in with_state]
@@ -158,8 +159,8 @@ def _calls_of(passes: Sequence[Pass]) -> list[Callable[[], Any]]:
             calls += [partial(step_on_device, step) for step in steps]
         else:
             calls.append(partial(_run_loop, loop, rule, steps))
-    memories = [step.memory for step in on_cpu]
-    calls += [partial(memory.copy.copy_, memory.weight) for memory in memories if _is_fp16(memory.copy)]
+    fp16_copies = [step.memory for step in on_cpu if _is_fp16(step.memory.copy)]
+    calls += [partial(memory.copy.copy_, memory.weight) for memory in fp16_copies]
     return calls
 
 
@@ -180,10 +181,11 @@ def _run_loop(loop: Any, rule: Rule, passes: Sequence[Pass]) -> None:
     ]  # fmt: skip
     arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
     first = passes[0]
+    # more threads would be woken, and waited for
+    threads = min(len(ranges), torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     with _ONE_AT_A_TIME:
         before = numba.get_num_threads()
-        # more threads would be woken, and waited for
-        numba.set_num_threads(min(len(ranges), torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(threads)
         try:
             compiled_kernels().step_ranges(loop, rule, first.scaling, *arrays, first.seed)
         finally:
@@ -246,5 +248,6 @@ def add(total: Tensor, gradient: Tensor) -> None:
         return
     # pieces fit into the caches of all threads, where the addition finds what the cast has written
     size = _RANGE * torch.get_num_threads()
-    for part, added in zip(torch.split(flat(total), size), torch.split(flat(gradient), size), strict=True):
+    pieces = [torch.split(flat(tensor), size) for tensor in (total, gradient)]
+    for part, added in zip(*pieces, strict=True):
         part.add_(added)
