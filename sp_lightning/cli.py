@@ -236,7 +236,7 @@ def _plan(arguments: Sequence[str]) -> None:
             hint = (
                 f"such as `{PROGRAM} plan --gpu 4090 --host-memory 64GiB`, or a model, as in `{PROGRAM} plan Qwen3-8B`"
             )
-            raise argparse.ArgumentError(None, f"this machine has no GPU: name one, {hint}")
+            raise argparse.ArgumentError(None, f"this machine has no GPU. Name one, {hint}")
         _print_offers(given, gpu or found or "A GPU", options.json)
         return
     module = _module(name, parser, options) if is_class else named_model(name)

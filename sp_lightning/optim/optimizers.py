@@ -131,8 +131,8 @@ class AdamW(Optimizer):
         saved = super().state_dict()
         if any(map(is_compact, saved["state"].values())):
             words = (
-                f"this is state of sp_lightning.optim.{type(self).__name__}, in fewer bytes than torch's: "
-                "load it into one like it"
+                f"this is state of sp_lightning.optim.{type(self).__name__}, in fewer bytes than torch's. "
+                "Load it into an optimizer of that class"
             )
             saved["param_groups"].append({"params": [], COMPACT: words})
         return saved
@@ -160,8 +160,8 @@ class AdamW(Optimizer):
 def _refuse(unknown: Iterable[str], optimizer: Optimizer) -> None:
     for name in unknown:
         raise TypeError(
-            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`: its step is "
-            "fused in any case. docs/optimizers.md has what it takes."
+            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`, because "
+            "its step is always fused. docs/optimizers.md lists its arguments."
         )
 
 
@@ -200,7 +200,7 @@ def _loaded(saved: State, state: State) -> State:
             value = value.view(torch.int16)  # it was kept as uint16
         if value.numel() != state[name].numel():
             saved_shape, shape = tuple(value.shape), tuple(state[name].shape)
-            raise ValueError(f"The checkpoint's {name} has the shape {saved_shape}, the parameter's {shape}.")
+            raise ValueError(f"The checkpoint's {name} has the shape {saved_shape}, but the parameter has {shape}.")
         state[name].copy_(value)
     return state
 
