@@ -34,9 +34,8 @@ from sp_lightning.pipeline.weights.weight import Weight
 PAGE = 4096
 """Requests past the cache need memory, offsets and sizes that are multiples of this."""
 
-_IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
-_OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs")
-_NOT_DRIVES = {**dict.fromkeys(_IN_RAM, "in CPU memory"), **dict.fromkeys(_OVER_NETWORK, "over a network")}
+# file systems in CPU memory, and those of other machines
+_NOT_DRIVES = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs")
 SHARE_OF_FREE_RAM = 0.8
 """The part of free RAM that state may take; programs, loaders and gradients on their way take more with time."""
 
@@ -55,7 +54,7 @@ def check_folder(folder: str) -> None:
     kind = _type_of_file_system(device)
     if kind in _NOT_DRIVES:
         raise ValueError(
-            f"`nvme_path={folder!r}` is {kind}, {_NOT_DRIVES[kind]}. Name a folder on a drive of this machine."
+            f"`nvme_path={folder!r}` is {kind}, in CPU memory or on another machine. Name a folder on a drive of this one."
         )
     if device == os.stat("/").st_dev:
         warnings.warn(
