@@ -208,7 +208,7 @@ def test_lion(dtype, nbytes, moments, less):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion"])
 def test_an_argument_of_torchs_is_answered_with_ours(name):
-    with pytest.raises(TypeError, match=f"`sp_lightning.optim.{name}` has no argument `fused`: its step is fused in"):
+    with pytest.raises(TypeError, match=f"`sp_lightning.optim.{name}` has no argument `fused`, because its step"):
         getattr(optim, name)([weight(torch.float)], fused=True)
 
 
