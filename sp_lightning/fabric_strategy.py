@@ -274,16 +274,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         return models[0].pipeline.optimizers.clipping if len(models) == 1 else None
 
     @override
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
-        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        return norm.to(self.root_device)
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().clip_gradients_norm(*args, **kwargs).to(self.root_device)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
