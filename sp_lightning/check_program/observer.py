@@ -157,7 +157,7 @@ def digest(tensor: Tensor) -> str:
     """Return a text that is the same for tensors with the same numbers; -0 is 0, and NaN is NaN."""
     noted = hashlib.blake2b(digest_size=16)
     for part in parts_of(tensor.detach()):
-        on_host = part.detach().to("cpu").contiguous()
+        on_host = part.to("cpu").contiguous()
         noted.update(f"{on_host.dtype} {tuple(on_host.shape)}".encode())
         if on_host.is_floating_point():
             on_host = (on_host + 0.0).masked_fill_(on_host.isnan(), torch.nan)
