@@ -185,7 +185,7 @@ document.getElementById("report").textContent = JSON.stringify(report);
     ("dark", "machine", "lanes", "label"),
     [
         (False, {}, ["compute", "CPU to GPU", "GPU to CPU", "CPU"], "layers.0"),
-        (True, {"visit": 1e-3}, ["compute", "CPU to GPU", "GPU to CPU", "updates on the GPU"], "0"),
+        (True, {"visit": 1e-3}, ["compute", "CPU to GPU", "GPU to CPU", "GPU updates"], "0"),
     ],
     ids=["light", "dark, visits"],
 )

@@ -100,24 +100,8 @@ class Optimizers:
         with self._at_work:
             self._at_work.refuse_others()
             optimizer_weights = self._weights_of(optimizer)
-            for unit in optimizer_weights.units:
-                if unit.users:
-                    raise RuntimeError(
-                        f"{type(optimizer).__name__} steps weights of {unit.name!r} inside of a forward that "
-                        "computes with them, and that would continue with the old values. "
-                        "Step after that forward, for example in `training_step`."
-                    )
-            for gradient in optimizer_weights.gradients:
-                weight = gradient.weight
-                if weight.gradient_life is GradientLife.SPENT and not gradient.of_segment.is_consumed:
-                    raise used_in_step(weight.name, f"{type(optimizer).__name__} steps it")
             why_not = why_not_by_unit(optimizer)
-            if why_not is not None and self._overlaps is True:
-                raise ValueError(
-                    f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer "
-                    "step as in plain training."
-                )
-            self.check_drive(optimizer)
+            self._check_step(optimizer, optimizer_weights, why_not)
             window = self._steps.window
             window.write_back_all()  # the step reads masters
             if self._step_in_backward is not None:
@@ -128,26 +112,48 @@ class Optimizers:
                 self._processes.begin_optimizer_step(optimizer)
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
-                ours = self._gradients  # those of other models may have been taken out before
                 groups = []
-                for group in stand_in.param_groups:
-                    are_others = [identity not in ours for identity in map(id, group["params"])]
+                for group in stand_in.param_groups:  # weights of other models may have been taken out before
+                    are_others = [identity not in self._gradients for identity in map(id, group["params"])]
                     groups.append({**group, "params": [*compress(group["params"], are_others)]})
                 stand_in.param_groups = groups
             elif self._is_follower:
-                self._steps.stream.consume(optimizer_weights.gradients)
-                # The optimizer skips parameters without a gradient.
-                for gradient in optimizer_weights.gradients:
-                    weight = gradient.weight
-                    if weight.master.grad is not None:
-                        weight.gradient_life = GradientLife.SPENT
-                    weight.master.grad = None
+                self._leave_step_to_keeper(optimizer_weights)
             elif optimizer_weights.gradients:
                 self._steps.settle()
                 self._steps.stream.show_all()
                 if any(unit.update.is_on_device for unit in optimizer_weights.units):
                     self._steps.visits.why_not = why_not or ""
             self._at_work.continuing_thread = get_ident()
+
+    def _check_step(self, optimizer: Optimizer, optimizer_weights: OptimizerWeights, why_not: str | None) -> None:
+        """Raise if a step is not possible now, or not as the user has asked for; `why_not` it is not unit by unit."""
+        name = type(optimizer).__name__
+        for unit in optimizer_weights.units:
+            if unit.users:
+                raise RuntimeError(
+                    f"{name} steps weights of {unit.name!r} inside of a forward that computes with them, and that "
+                    "would continue with the old values. Step after that forward, for example in `training_step`."
+                )
+        for gradient in optimizer_weights.gradients:
+            weight = gradient.weight
+            if weight.gradient_life is GradientLife.SPENT and not gradient.of_segment.is_consumed:
+                raise used_in_step(weight.name, f"{name} steps it")
+        if why_not is not None and self._overlaps is True:
+            raise ValueError(
+                f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer step as in plain "
+                "training."
+            )
+        self.check_drive(optimizer)
+
+    def _leave_step_to_keeper(self, optimizer_weights: OptimizerWeights) -> None:
+        """Take gradients away: another process steps the weights, and an optimizer skips those without a gradient."""
+        self._steps.stream.consume(optimizer_weights.gradients)
+        for gradient in optimizer_weights.gradients:
+            weight = gradient.weight
+            if weight.master.grad is not None:
+                weight.gradient_life = GradientLife.SPENT
+            weight.master.grad = None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Step the weights that were taken out of an optimizer, after it has stepped the others."""

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,8 @@ class StatePlaces:
     State lies in RAM as long as there is room: no more is written than must be.
     """
 
-    def __init__(self, folder: str, settle: Callable[[], None]) -> None:
+    def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._settle = settle  # waits until steps have written all state
         # None for weights whose state is in RAM
         self._places: weakref.WeakKeyDictionary[Optimizer, dict[nn.Parameter, _Place | None]] = (
             weakref.WeakKeyDictionary()
@@ -210,7 +209,6 @@ class StatePlaces:
                 place.is_used = True
                 copied = list(state.values())
                 if copied:
-                    self._settle()
                     for name, value in place.state.items():
                         value.copy_(state[name])
                         place.file.write_back(value)

@@ -115,7 +115,7 @@ class StateRing:
 
     def __init__(self, folder: str, backend: Backend, stats: Stats) -> None:
         check_folder(folder)
-        self.places = StatePlaces(folder, self.settle)
+        self.places = StatePlaces(folder)
         self._backend = backend
         self._stats = stats
         self.worker, self._reader, self._writer = map(backend.add_worker, ("drive", "read", "write"))

@@ -160,10 +160,11 @@ class UnitSteps:
         window.outdate(unit, weights)
         job.rank = 0 if unit.resident else unit.index + 1
         job.after = [*window.copies_of([unit]), *job.after]
-        submit: Callable[[Job], Ticket] = partial(window.backend.trace.work, Kind.STEP, unit.name)
         if self.drive is not None and isinstance(job, UnitOnDrive):
-            submit = self.drive.worker.submit
-        ticket = unit.update.ticket = submit(job)
+            ticket: Ticket = self.drive.worker.submit(job)
+        else:
+            ticket = window.backend.trace.work(Kind.STEP, unit.name, job)
+        unit.update.ticket = ticket
         # Split-off weights are in units of their own, which do not wait for this step.
         if unit.split_off:
             window.finish_optimizer(unit)
