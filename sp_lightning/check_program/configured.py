@@ -79,7 +79,11 @@ class ConfiguredProgram:
     def train(self, observer: Observer, way: Way | None, reads_gradients: bool) -> None:
         """Train the program, plainly if there is no way to stream it."""
         cli = self._cli
-        strategy = "auto" if way is None else self._strategy(way, reads_gradients)
+        strategy: Any = "auto"
+        if way is not None:
+            placed = {"way": way, "reads_gradients": reads_gradients}
+            bases = (PlacedStrategy, self._strategy_class)
+            strategy = type("PlacedStrategy", bases, placed)(**vars(way.options))
         cli.given = {"strategy": strategy, "fast_dev_run": self._batches, **self._on_device}
         with _quiet():
             import_module(self._namespace).seed_everything(self._seed, workers=True, verbose=False)
@@ -99,13 +103,6 @@ class ConfiguredProgram:
         """Let go of all built objects: the next run needs the memory."""
         cli = self._cli
         cli.model = cli.datamodule = cli.trainer = cli.config_init = None
-
-    def _strategy(self, way: Way, reads_gradients: bool) -> PlacedStrategy:
-        """Return our strategy of the namespace, which streams in one way."""
-        placed = {"way": way, "reads_gradients": reads_gradients}
-        bases = (PlacedStrategy, self._strategy_class)
-        strategy: PlacedStrategy = type("PlacedStrategy", bases, placed)(**vars(way.options))
-        return strategy
 
 
 def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
