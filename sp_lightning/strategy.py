@@ -77,16 +77,15 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        trainer = self._trainer
+        trainer = self._module.trainer
         if self.meetings.processes is None:
             self.meetings = Meetings(self.processes_of_a_model())
-            if self.meetings.processes is not None and trainer is not None:
+            if self.meetings.processes is not None:
                 meet_before_hooks(trainer, self.lightning)
-        if trainer is not None:
-            keep_averages_on_host(trainer, self.meetings.follows, self.lightning)
-            # on the CPU, plain training trains the originals as well, which several processes cannot share
-            if self.root_device.type != "cpu" or self.is_distributed:
-                copy_pruned_originals(trainer, self.lightning)
+        keep_averages_on_host(trainer, self.meetings.follows, self.lightning)
+        # on the CPU, plain training trains the originals as well, which several processes cannot share
+        if self.root_device.type != "cpu" or self.is_distributed:
+            copy_pruned_originals(trainer, self.lightning)
 
     @contextmanager
     @override
