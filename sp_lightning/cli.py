@@ -219,9 +219,10 @@ def _plan(arguments: Sequence[str]) -> None:
         rates |= rates_of_gpu(options.gpu or found, options.lanes, options.devices)
     if options.gpu is None:
         rates.pop("device_memory", None)  # the GPU itself is asked
-    for kind, machine_part in (("hosts", options.host), ("drives", options.nvme)):
-        if machine_part is not None:
-            rates |= rates_of(kind, machine_part)
+    if options.host is not None:
+        rates |= rates_of("hosts", options.host)
+    if options.nvme is not None:
+        rates |= rates_of("drives", options.nvme)
     if options.measure:
         rates |= measure()
     if any(each.partition("=")[0] == "--compute" for each in arguments):
