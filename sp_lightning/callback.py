@@ -70,8 +70,8 @@ class CallbackMixin(_Base):
         strategy = trainer.strategy
         if not isinstance(strategy, SuperpipelineMixin):
             self.lightning.warn(
-                f"`{type(self).__name__}` does nothing: it describes `Trainer(strategy='superpipeline')`, "
-                f"but this Trainer runs `{type(strategy).__name__}`."
+                f"`{type(self).__name__}` does nothing here. It describes "
+                f"`Trainer(strategy='superpipeline')`, but this Trainer runs `{type(strategy).__name__}`."
             )
         else:
             strategy.narrator.is_asked = True

@@ -233,9 +233,9 @@ def _plan(arguments: Sequence[str]) -> None:
     on = f" on {gpu}" if options.gpu else ""
     if not name:
         if not (options.gpu or options.device_memory or found):
-            hint = f"name one, such as `{PROGRAM} plan --gpu 4090 --host-memory 64GiB`"
+            hint = f"Name one, such as `{PROGRAM} plan --gpu 4090 --host-memory 64GiB`"
             other = f"or a model, as in `{PROGRAM} plan Qwen3-8B`"
-            raise argparse.ArgumentError(None, f"this machine has no GPU: {hint}, {other}")
+            raise argparse.ArgumentError(None, f"this machine has no GPU. {hint}, {other}")
         _print_offers(given, gpu or found or "A GPU", options.json)
         return
     module = _module(name, parser, options) if is_class else named_model(name)

@@ -291,7 +291,7 @@ class _LossOfHidden:
             with torch.no_grad():
                 expected = _capped(F.linear(hidden[:, -1:], head.weight, head.bias), softcap)
             if not torch.allclose(logits[:, -1:].float(), expected, rtol=0.02, atol=0.02):
-                words = "does more to its logits than its head and a soft cap: train without `loss_in_slices`"
+                words = "does more to its logits than its head and a soft cap. Train without `loss_in_slices`"
                 raise RuntimeError(f"`{type(self._model).__name__}` {words}.")
             self._is_checked = True
         loss = chunked_cross_entropy(

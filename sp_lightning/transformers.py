@@ -207,9 +207,9 @@ class SuperpipelineTrainerMixin:
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             name = type(model).__name__
             raise ValueError(
-                f"The {name} was loaded with a `device_map` of several devices: load it with "
-                "`device_map=None`. If the Trainer has loaded it by name, give it `args`, too, such "
-                "as `args=SFTConfig(...)`."
+                f"The {name} was loaded with a `device_map` of several devices. Load it with "
+                "`device_map=None`. If the Trainer loads it by name, also give the Trainer "
+                "`args`, such as `args=SFTConfig(...)`."
             )
         if model not in self._meetings:
             processes = None
@@ -243,21 +243,21 @@ def _check(trainer: Any) -> None:
     precision, compiler = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend.value
     kind = accelerator.distributed_type.value
     refused = {
-        "know how many processes this machine runs: start them by `torchrun` or `accelerate launch`": (
+        "know how many processes this machine runs. Start them with `torchrun` or `accelerate launch`": (
             args.world_size > 1 and "LOCAL_WORLD_SIZE" not in environ
         ),
-        "work with FSDP: leave it out": trainer.is_fsdp_enabled,
-        f"work with {kind}: leave it out": not kind.startswith(("NO", "MULTI_")),
-        "work with `parallelism_config`: leave it out": getattr(args, "parallelism_config", None),
-        f"work with dynamo's {compiler}, of `torch_compile=True` or `accelerate launch`: "
-        "use `PipelineOptions(compile=True)`": compiler != "NO",
-        f"work with the precision {precision}, of `fp16=True` or `accelerate launch`: use `bf16=True`": (
+        "work with FSDP. Leave it out": trainer.is_fsdp_enabled,
+        f"work with {kind}. Leave it out": not kind.startswith(("NO", "MULTI_")),
+        "work with `parallelism_config`. Leave it out": getattr(args, "parallelism_config", None),
+        f"work with dynamo's {compiler}, of `torch_compile=True` or `accelerate launch`. Use "
+        "`PipelineOptions(compile=True)`": compiler != "NO",
+        f"work with the precision {precision}, of `fp16=True` or `accelerate launch`. Use `bf16=True`": (
             precision not in ("no", "bf16")
         ),
-        "work with `fp16_full_eval=True` or `bf16_full_eval=True`: use `bf16=True`": (
+        "work with `fp16_full_eval=True` or `bf16_full_eval=True`. Use `bf16=True`": (
             args.fp16_full_eval or args.bf16_full_eval
         ),
-        "work with `precompute_ref_log_probs=True` on a GPU: leave it out": (
+        "work with `precompute_ref_log_probs=True` on a GPU. Leave it out": (
             args.device.type != "cpu" and getattr(args, "precompute_ref_log_probs", False)
         ),
     }

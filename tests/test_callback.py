@@ -23,7 +23,7 @@ from .lightning_modules import Base, Notes, assert_same_training, fit, loader, p
 SUMMARY = Summary(
     device="cuda:0", units=28, k=2, parameters=1 << 30, model_bytes=4 << 30, device_bytes=1 << 30,
     gradient_bytes=0, host_bytes=4 << 30, host_gradient_bytes=1 << 30, optimizer_bytes=8 << 30, lowered=0, pinned=True,
-    unit_names=tuple(map(str, range(28))), resident=(), living=(), visiting=(), plan=None,
+    unit_names=tuple(map(str, range(28))), resident=(), living=(), visiting=(), plan=None, on_drive=(0, 0),
 )  # fmt: skip
 
 

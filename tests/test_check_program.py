@@ -142,7 +142,7 @@ def test_a_right_program(check: Check, tmp_path: Path, monkeypatch: pytest.Monke
         (
             ["--trainer.gradient_clip_val=1"],
             slice(4, 6),
-            "because no unit was updated in backward, where gradients are",
+            "because no unit was updated in backward, because gradients are",
         ),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_way_that_fails(check: Check, monkeypatch: pytest.MonkeyPatch) -> None
         ([f"--model={HERE}.Net", f"--data={HERE}.Data", "--model.steps=false"], "Net took no optimizer step"),
         ([f"--model={HERE}.Net", "--steps=0"], "`--steps 0` must be at least 1"),
         (["foo", f"--model={HERE}.Net"], "`device='foo'`"),
-        ([f"--model={HERE}.Net"], "Net has no training data: add `--data CLASS`, a LightningDataModule, or define"),
+        ([f"--model={HERE}.Net"], "Net has no training data. Add `--data CLASS`, a LightningDataModule, or define"),
         ([f"--data={HERE}.Data"], "the following arguments are required: --model"),
         ([f"--model={HERE}.Nett"], f"`--model`: Problem with given class_path '{HERE}.Nett': module "),
         (["--model=nowhere.Net"], "`--model`: Problem with given class_path 'nowhere.Net': No module named 'nowhere'"),

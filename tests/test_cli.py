@@ -202,4 +202,4 @@ def test_the_program_runs(tmp_path):
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     command = "-m", "sp_lightning", "fit", f"--model={BORING}", *QUICK[:-1]
     said = "".join(run_python(*command, cwd=tmp_path, PYTHONPATH=path))
-    assert "SGD steps each unit in backward" in said
+    assert "SGD updates each unit in backward" in said

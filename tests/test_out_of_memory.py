@@ -98,7 +98,7 @@ def test_other_errors_are_left_alone(error):
         ({"memory_budget": "100MiB"}, WindowPlan(3), f"Set `memory_budget={int(0.85 * (100 << 20))}`, so that"),
         ({"memory_budget": "100MiB"}, WindowPlan(3, on_device=("0",)), "is planned, and fewer units stay there."),
         ({}, None, "Set `k=1`."),
-        ({"k": 1}, None, "Use smaller batches, or `loss_in_slices`"),
+        ({"k": 1}, None, "Use smaller batches. If the logits"),
     ],
     ids=str,
 )

@@ -68,6 +68,8 @@ class ClipsByValue(Placed):
     ids=["read", "clipped by value", "no pass", "scaler"],
 )
 def test_visits_that_never_happen_are_told(precision: str, make: Any, module: type[Placed], why: str) -> None:
-    with pytest.warns(UserWarning, match=f"The plan expected GPU updates .* the CPU updates them.*{why}"):
+    with pytest.warns(
+        UserWarning, match=f"The plan expected GPU updates .* the slower CPU updates them, because .*{why}"
+    ):
         _, stats = fit_placed(make, Fixed((2,), (2, (), (4,))), precision, module=module)
     assert stats.visits == 0

@@ -118,7 +118,7 @@ def test_what_does_not_go_with_streaming(
     """As arguments, or as `accelerate launch` sets it."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"Streamed streams its model, and does not .*{what}.*: use"):
+    with pytest.raises(ValueError, match=f"Streamed streams its model, and does not .*{what}.*. Use"):
         build("Trainer", tmp_path, streams=True, **options)
 
 
@@ -126,15 +126,15 @@ def test_other_placements_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     """So is a launcher that does not say how many processes share a machine's memory."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match="how many processes this machine runs: start them by `torchrun` or"):
+    with pytest.raises(ValueError, match="how many processes this machine runs. Start them with `torchrun` or"):
         build("Trainer", tmp_path, streams=True)
     monkeypatch.undo()
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         monkeypatch.setattr("accelerate.Accelerator.distributed_type", kind)
-        with pytest.raises(ValueError, match=f"does not work with {kind.value}: leave it out"):
+        with pytest.raises(ValueError, match=f"does not work with {kind.value}. Leave it out"):
             build("Trainer", tmp_path, streams=True)
         monkeypatch.undo()
-    with pytest.raises(ValueError, match="does not work with `parallelism_config`: leave it out"):
+    with pytest.raises(ValueError, match="does not work with `parallelism_config`. Leave it out"):
         build("Trainer", tmp_path, streams=True, parallelism_config=ParallelismConfig())
     trainer = build("Trainer", tmp_path, streams=True)
     trainer.model.hf_device_map = {"model": 0, "lm_head": "cpu"}

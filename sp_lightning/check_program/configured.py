@@ -71,7 +71,7 @@ class ConfiguredProgram:
         if self._cli.datamodule is None and not is_overridden("train_dataloader", model):
             raise argparse.ArgumentError(
                 None,
-                f"{self.name} has no training data: add `--data CLASS`, a LightningDataModule, "
+                f"{self.name} has no training data. Add `--data CLASS`, a LightningDataModule, "
                 f"or define `train_dataloader` in {self.name}",
             )
         self._release()

@@ -75,8 +75,8 @@ class ProgramCheck:
         if changed is not None:
             return False, (
                 f"plain training does not repeat itself: {changed} differs between two runs with "
-                "the same seed. Fix what the seed does not reach, such as data in a random order: "
-                "until then nothing can be compared"
+                "the same seed. Nothing can be compared until you fix the cause, such as data "
+                "in a random order"
             )
         self._plain.values = again.values
         self._left_out = list(dict.fromkeys(label.what for label in changes))
@@ -113,11 +113,11 @@ class ProgramCheck:
                 raise
             raise argparse.ArgumentError(
                 None,
-                f"{name} does not fit the device in plain training, which streamed training is "
-                f"compared with: configure fewer layers, or name no device to check it on the CPU ({error})",
+                f"{name} does not fit the device in plain training, so there is nothing to compare with. "
+                f"Configure fewer layers, or name no device to check it on the CPU ({error})",
             ) from error
         if not plain.steps:
-            words = f"{name} took no optimizer step: it needs data for at least one"
+            words = f"{name} took no optimizer step. It needs data for at least one"
             raise argparse.ArgumentError(None, words)
         return plain
 

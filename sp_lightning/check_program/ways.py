@@ -46,9 +46,9 @@ class Way:
     def why_not_exercised(self, counts: Counts) -> str:
         """Say why no unit was placed or updated in this way; the text is empty if one was."""
         if self.placement is Placement.IN_BACKWARD and not counts.stats.steps_in_backward:
-            return "no unit was updated in backward, where gradients are read or clipped, or updates need all weights"
+            return "no unit was updated in backward, because gradients are read or clipped, or updates need all weights"
         if self.placement is Placement.UPDATED_ON_GPU and not counts.stats.visits:
-            return "without a GPU, only fused AdamW and Adam are updated as on one"
+            return "without a GPU, only fused AdamW and Adam are updated this way"
         if self.placement is Placement.HALF_STAY and not counts.summary.living:
             return "no unit stayed on the GPU, as this optimizer updates weights together"
         return ""

@@ -97,10 +97,9 @@ def compile_kernel(operations: Operations, layout: Layout) -> None:
             _WITHOUT.add(device.type)
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             _LOG.warning(
-                "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many "
-                "kernels instead of one. The numbers are the same, but for last bits and the rounding "
-                "of codes. With int8 moments an update moves 399 bytes of GPU memory for each "
-                "parameter instead of 19.",
+                "superpipeline: torch cannot compile updates on the GPU (%s), so each takes many kernels "
+                "instead of one. The numbers are the same, except for last bits and the rounding of codes. "
+                "With int8 moments an update moves 399 bytes of GPU memory for each parameter instead of 19.",
                 reason,
             )
 

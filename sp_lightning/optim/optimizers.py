@@ -131,8 +131,8 @@ class AdamW(Optimizer):
         saved = super().state_dict()
         if any(map(is_compact, saved["state"].values())):
             words = (
-                f"this is state of sp_lightning.optim.{type(self).__name__}, in fewer bytes than torch's: "
-                "load it into one like it"
+                f"this is state of sp_lightning.optim.{type(self).__name__}, in fewer bytes than torch's. "
+                "Load it into an optimizer of that class"
             )
             saved["param_groups"].append({"params": [], COMPACT: words})
         return saved
@@ -146,7 +146,8 @@ class AdamW(Optimizer):
             saved_groups[number] = {**own, **saved}
         # all of it before any is taken; torch refuses other numbers of groups and parameters
         loaded = {
-            p: _loaded(state_dict["state"][number], make_state(p, group, self.update.moments))
+            # state that is there already may be on a drive, for which RAM has no room
+            p: _loaded(state_dict["state"][number], self.state.get(p) or make_state(p, group, self.update.moments))
             for group, saved in zip(self.param_groups, saved_groups, strict=False)
             for p, number in zip(group["params"], saved["params"], strict=False)
             if state_dict["state"].get(number)
@@ -159,8 +160,8 @@ class AdamW(Optimizer):
 def _refuse(unknown: Iterable[str], optimizer: Optimizer) -> None:
     for name in unknown:
         raise TypeError(
-            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`: its step is "
-            "fused in any case. docs/optimizers.md has what it takes."
+            f"`sp_lightning.optim.{type(optimizer).__name__}` has no argument `{name}`, because "
+            "its step is always fused. docs/optimizers.md lists its arguments."
         )
 
 
@@ -187,7 +188,7 @@ def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: boo
 
 
 def _loaded(saved: State, state: State) -> State:
-    """Copy saved state into newly made state."""
+    """Copy saved state into state."""
     if saved.keys() != state.keys():
         raise ValueError(
             f"The checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}. "
@@ -199,7 +200,7 @@ def _loaded(saved: State, state: State) -> State:
             value = value.view(torch.int16)  # it was kept as uint16
         if value.numel() != state[name].numel():
             saved_shape, shape = tuple(value.shape), tuple(state[name].shape)
-            raise ValueError(f"The checkpoint's {name} has the shape {saved_shape}, the parameter's {shape}.")
+            raise ValueError(f"The checkpoint's {name} has the shape {saved_shape}, but the parameter has {shape}.")
         state[name].copy_(value)
     return state
 

@@ -231,10 +231,9 @@ def compiled_kernels() -> Any:
 def _warn_that_torch_updates(what: str, remedy: str, reason: str) -> None:
     """Say once that torch's operations update. They have the kernels' bits, except for codes."""
     _LOG.warning(
-        "superpipeline: numba cannot %s (%s), so torch's own kernels update weights on the CPU. The "
-        "numbers are the same, but for the rounding of int8 moments. Such an update takes 3 times as "
-        "long under mixed precision, and 10 to 35 times with sp_lightning.optim over BF16 weights. "
-        "For full speed: %s",
+        "superpipeline: numba cannot %s (%s), so torch's own kernels update weights on the CPU. The numbers "
+        "are the same, except for the rounding of int8 moments. Such an update takes 3 times as long under "
+        "mixed precision, and 10 to 35 times with sp_lightning.optim over BF16 weights. For full speed: %s",
         what,
         reason,
         remedy,

@@ -1,4 +1,4 @@
-"""The meaning of operations on weights, the tensors among their operands, and those in anything else.
+"""The meaning of operations on weights, the tensors among their operands, and those in other objects.
 
 Torch tells `__torch_function__` of each operation on an instance of its class. A weight has several objects (a master,
 a leaf, values on the device), and the operation's name tells which of them the program means.

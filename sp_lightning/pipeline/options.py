@@ -97,9 +97,9 @@ class PipelineOptions:
         _check_count("host_threads", self.host_threads)
         if self.k != "auto" and self.k_prime > self.k:
             raise ValueError(
-                f"`k_prime={self.k_prime}` is larger than `k={self.k}`: layers that move together "
-                f"must fit among those on the GPU. Choose 1 <= k_prime <= {self.k}, or a larger "
-                "k."
+                f"`k_prime={self.k_prime}` is larger than `k={self.k}`. Layers that move "
+                f"together must fit among those on the GPU. Choose 1 <= k_prime <= {self.k}, or "
+                "a larger k."
             )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, device_bytes=None)
@@ -140,7 +140,7 @@ def _check_compile(choice: CompileOptions) -> None:
     has_cuda_graphs = choice.get("mode") in _WITH_CUDA_GRAPHS or inductor.get("triton.cudagraphs")
     if has_cuda_graphs or choice.get("backend") == "cudagraphs":
         raise ValueError(
-            f"`compile={choice!r}` records CUDA graphs, which need weights that stay where they are. Use "
+            f"`compile={choice!r}` records CUDA graphs. These need weights that stay in their places. Use "
             "`compile=True`, or the mode 'max-autotune-no-cudagraphs'."
         )
 
@@ -180,7 +180,9 @@ def parse_bytes(budget: int | float | str, device_bytes: int | None) -> int | No
             size = int(float(match[1]) * _UNITS_OF_BYTES.get(match[2].lower(), 0))
     is_number = isinstance(size, int | float) and not isinstance(size, bool)
     if is_number and isinstance(size, int) and size == 1:
-        raise ValueError("`memory_budget=1` is one byte. For all of the GPU's memory, write 1.0; for less, '12GB'.")
+        raise ValueError(
+            "`memory_budget=1` is one byte. For all of the GPU's memory, write 1.0. For less, write '12GB'."
+        )
     if not is_number or not size > 0 or (isinstance(size, float) and size > 1):
         raise ValueError(
             f"`memory_budget={budget!r}` is not an amount of memory. Give bytes (an int above "

@@ -113,7 +113,7 @@ def break_down(recording: Recording) -> Breakdown:
     stalls, is computing.
     """
     if not recording.steps:
-        raise ValueError("The recording has no step: surround at least one forward with `with pipeline.record()`.")
+        raise ValueError("The recording has no step. Surround at least one forward with `with pipeline.record()`.")
     begin, end = recording.steps[0][0], recording.steps[-1][1]
     spans = [span for span in recording.spans if max(begin, span.begin) < min(end, span.end)]
     nbytes = {lane: sum(span.nbytes for span in spans if span.lane is lane) for lane in Lane}

@@ -184,10 +184,10 @@ def room_for_gradients(
         names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         raise lightning.misconfiguration(
             f"{names} would keep {readable_bytes(state)} of optimizer state in CPU memory, and "
-            f"{readable_bytes(gradients)} of gradients, but only {readable_bytes(free)} are free. "
-            "Use a machine with more memory, freeze weights, or use `sp_lightning.optim.AdamW("
-            "moments='int8')` with `precision='bf16-true'`, which needs half as much as AdamW in "
-            "FP32; `sp-lightning plan` shows what fits."
+            f"{readable_bytes(gradients)} of gradients, but only {readable_bytes(free)} are "
+            "free. Use a machine with more memory, freeze weights, or use "
+            "`sp_lightning.optim.AdamW(moments='int8')` with `precision='bf16-true'`. This "
+            "needs half as much as AdamW in FP32. `sp-lightning plan` shows what fits."
         )
     return room
 

@@ -242,4 +242,4 @@ def _remedy(pipeline: Pipeline, trains: bool) -> str:
     mostly_activations = trains and summary.device_bytes < pipeline.stats.activation_peak_bytes
     if summary.k > 1 and not mostly_activations:
         return fewest
-    return "Use smaller batches, or `loss_in_slices` where it is the logits of a large vocabulary that do not fit."
+    return "Use smaller batches. If the logits of a large vocabulary do not fit, use `loss_in_slices`."

@@ -106,8 +106,8 @@ def host_precision(plugin: Any, lightning: FabricNamespace, strategy: HasGradien
     converts = cls.convert_module is not lightning.precision.convert_module
     lightning.check(
         isinstance(plugin, lightning.converting_dtypes) or not converts,
-        f"`{cls.__name__}` does not work with `strategy='superpipeline'`: it expects weights that "
-        "stay on the GPU, but they are in CPU memory. Choose one of `precision='32-true'`, "
+        f"`{cls.__name__}` does not work with `strategy='superpipeline'`. It expects weights "
+        "that stay on the GPU, but they are in CPU memory. Choose one of `precision='32-true'`, "
         "'64-true', 'bf16-true', '16-true', 'bf16-mixed' and '16-mixed'.",
     )
     scaler = plugin.scaler if isinstance(plugin, lightning.mixed_precision) else None

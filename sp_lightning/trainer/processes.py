@@ -158,8 +158,8 @@ def meet_before_hooks(trainer: Any, lightning: Namespace) -> None:
     allows = any(getattr(holder, option, False) for holder in (trainer.lightning_module, trainer.datamodule))
     lightning.check(
         not allows,
-        f"`{option}=True` lets a process skip an evaluation, in which the others would wait for it. "
-        "Leave it False, and give each process a batch, or an IterableDataset, which may be empty.",
+        f"`{option}=True` lets a process skip an evaluation, and the others would wait for it. "
+        "Leave it False, and give each process a batch, or an IterableDataset that may be empty.",
     )
     names = ["on_train_batch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"]
     hooks = dict.fromkeys(names, _end_step)

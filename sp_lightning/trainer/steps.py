@@ -97,10 +97,10 @@ class SteppingPlan:
     def __str__(self) -> str:
         name = type(self.optimizer).__name__
         if self.why_not is not None:
-            return f"{name} steps all weights after backward: {self.why_not}."
+            return f"{name} updates all weights after backward, because {self.why_not}."
         if self.why_not_in_backward is None:
-            return f"{name} steps each unit in backward, as soon as its gradients are complete."
-        return f"{name} steps unit by unit under the next forward: {self.why_not_in_backward}."
+            return f"{name} updates each unit in backward, as soon as its gradients are complete."
+        return f"{name} updates one unit at a time during the next forward, because {self.why_not_in_backward}."
 
 
 @contextmanager
@@ -175,13 +175,13 @@ class StepsMixin(StrategyPart):
         clips_each = bool(limit) and trainer.gradient_clip_algorithm == "value"
         afterwards = self._afterwards(trainer.callbacks)
         is_off = pipeline.options.overlap_optimizer is False
-        why_not = "`overlap_optimizer=False`" if is_off else why_not_by_unit(optimizer)
+        why_not = "`overlap_optimizer=False` is set" if is_off else why_not_by_unit(optimizer)
         nobody_looks = not reasons and not clips_each and afterwards is Afterwards.DROPPED
         if limit:
             needs_norms |= not clips_each
-            reasons.append(f"`gradient_clip_val={limit}` looks at all gradients")
+            reasons.append(f"`gradient_clip_val={limit}` needs all gradients first")
         if scales:
-            reasons.append("the loss scaler has to look at all gradients")
+            reasons.append("the loss scaler needs all gradients first")
         return SteppingPlan(
             optimizer,
             automatic,

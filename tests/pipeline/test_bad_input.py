@@ -62,7 +62,7 @@ def model() -> nn.Module:
         ({"resident": ["nowhere"]}, "`resident` names 'nowhere'"),
         ({"resident": ["blocks.0", "blocks.0.up.weights"]}, "`resident` names 'blocks.0.up.weights'"),
         ({"memory_budget": 1}, "`memory_budget=1` is one byte. For all of the GPU.s memory, write 1.0"),
-        ({"memory_budget": 20}, "(?s)`memory_budget=20` is too small.*text has a unit, as '20GB'"),
+        ({"memory_budget": 20}, "(?s)`memory_budget=20` is too small.*Text has a unit, such as '20GB'"),
         ({"memory_budget": "1kB", "k": 3, "units": Block}, "`memory_budget='1kB'` is too small with `k=3`"),
         ({"k": 0}, "`k=0` must be"),
         ({"units": nn.Tanh()}, "`units=` was given an instance of `Tanh`. Give its class"),
@@ -96,7 +96,7 @@ def test_what_is_no_module(module: Any, message: str) -> None:
 
 def test_more_together_than_there_are_warns() -> None:
     """It works: all move together."""
-    with pytest.warns(UserWarning, match="`k_prime=9` is above the number of units, 6: all units move together"):
+    with pytest.warns(UserWarning, match="`k_prime=9` is above the number of units, 6. All units move together"):
         superpipeline(model(), "cpu", units=Block, k_prime=9).detach()
 
 
@@ -155,7 +155,7 @@ def test_the_least_budget_that_works(options: dict[str, Any], k: int) -> None:
 
 
 def test_a_share_of_unknown_memory_warns() -> None:
-    with pytest.warns(UserWarning, match=r"`memory_budget=0.5` is a share .*cpu does not tell.* there is no budget"):
+    with pytest.warns(UserWarning, match=r"`memory_budget=0.5` is a share .*cpu does not tell.* There is no budget"):
         superpipeline(model(), "cpu", memory_budget=0.5).detach()
 
 

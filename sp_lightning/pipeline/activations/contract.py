@@ -1,4 +1,4 @@
-"""The promise to a forward that runs again in backward, and looks that tell in time where it cannot be kept.
+"""The promise to a forward that runs again in backward, and checks that find in time where it cannot be kept.
 
 It is the contract of `torch.utils.checkpoint`, and no more: a forward's inputs are the same, and torch's random
 generators and autocast are as they were in the first forward. So are its modules' buffers, also those that did not

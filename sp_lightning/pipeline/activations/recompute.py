@@ -250,14 +250,14 @@ class UnitCall:
             if self._missing or self._outputs is not None:
                 raise self._cannot(
                     f"the forward of {member.name!r} failed when it ran again in backward "
-                    f"({type(error).__name__}: {error}), where it is cut off from the graph that "
-                    "its inputs came from"
+                    f"({type(error).__name__}: {error}). It is cut off there from the graph of "
+                    "its inputs"
                 ) from error
         if self._missing or is_other:
             raise self._cannot(
-                f"{member.name!r} has computed something else when its forward ran again in "
-                "backward: something that it depends on has changed in between, such as an attribute, "
-                "a global variable, a closure, or a class attribute"
+                f"{member.name!r} has computed something else when its forward ran again in backward. "
+                "Something that it depends on has changed in between, such as an attribute, a global "
+                "variable, a closure, or a class attribute"
             )
         shared.backend.trace.begin_computing(Kind.BACKWARD, member.unit_name)
 

@@ -170,15 +170,15 @@ class RunningCall:
             if not places.isdisjoint(map(storage_key, tensors)):
                 raise RuntimeError(
                     f"superpipeline: {self.member.name!r} returns one of its weights in an object (of a "
-                    "class of its own, a function, an array), where a clone cannot take its place. "
-                    "Return a clone of the weight, or name it in `resident`."
+                    "custom class, a function, an array). There, a clone cannot take its place. Return a "
+                    "clone of the weight, or name it in `resident`."
                 )
         # Something else than the twin and its data has a view of a weight: a graph, or a hidden object.
         if hidden and any(alias_count(entry.weight.twin.data) > 2 for entry in self.member.entries):
             raise RuntimeError(
                 f"superpipeline: {self.member.name!r} returns an object of the class "
                 f"{type(hidden[0]).__qualname__!r}, which cannot be searched for weights. Return "
-                "what it holds as tensors, or name the weights in `resident`."
+                "its tensors themselves, or name the weights in `resident`."
             )
         return output, tensors
 
@@ -368,7 +368,7 @@ def _refuse(weight: Weight, _: object, gradients: Sequence[Tensor | None]) -> No
     """
     if gradients[0] is not None and weight.master.requires_grad:
         raise RuntimeError(
-            f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step. "
-            "Compute with weights in `with pipeline.step():` (Fabric's is `fabric.strategy.step()`), as "
-            "`training_step` does."
+            f"Weight {weight.name!r} got a gradient from a graph that was built outside of a step. Compute "
+            "with weights in `with pipeline.step():` (in Fabric, `fabric.strategy.step()`), or in "
+            "`training_step`."
         )

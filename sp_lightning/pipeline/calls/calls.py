@@ -1,4 +1,4 @@
-"""Scopes of steps and the calls of modules in them: which call opens a step or enters a unit, which thread may compute.
+"""Scopes of steps and the calls of modules in them: which call opens a step or enters a unit; which thread computes.
 
 story.py tells what happens at each event.
 """
@@ -158,15 +158,15 @@ class Calls:
         if is_capturing():
             raise RuntimeError(
                 "A module that superpipeline streams cannot be captured as a graph (by "
-                "`torch.jit.trace`, `torch.export`, `torch.onnx.export`, `torch.fx`): the graph "
-                "would keep the weights of one moment. Capture `copy.deepcopy(module).cpu()`, "
-                "which is plain, or capture before or after the run."
+                "`torch.jit.trace`, `torch.export`, `torch.onnx.export`, `torch.fx`), because "
+                "the graph would keep the weights of one moment. Capture a plain copy, "
+                "`copy.deepcopy(module).cpu()`, or capture before or after the run."
             )
         if in_transform() and (member.is_streamed or self._story.graphs.scopes == 0):
             raise RuntimeError(
                 f"{member.name or 'the model'!r}, whose weights are streamed, is called within a "
-                "transform of `torch.func`. Name the modules that it calls in `resident=`, within "
-                "a step. To differentiate, use `torch.autograd.grad`."
+                "transform of `torch.func`. Name the modules that it calls in `resident=`, and "
+                "call it within a step. To differentiate, use `torch.autograd.grad`."
             )
 
     def _call_around_units(self, member: Member, compute: Callable[[], Any]) -> Any:

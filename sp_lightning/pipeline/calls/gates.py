@@ -108,7 +108,7 @@ def _make_gate_class(plain: type[nn.Module]) -> type[nn.Module]:
         caller, member = gate
         return caller.call(member, forward, args, kwargs)
 
-    explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes; compile its units")
+    explain_graph_break(__call__, "superpipeline moves weights before and after a unit computes. Compile its units")
     methods: dict[str, Any] = {
         _PLAIN: plain,
         "__call__": __call__,

@@ -275,8 +275,8 @@ def _name_master(module: nn.Module, name: str, parameter: nn.Parameter | None) -
         if twin is not None:
             raise RuntimeError(
                 f"A forward gives {type(module).__name__} a Parameter {name!r} over the memory of weight "
-                f"{twin.weight.name!r} on the device, which other weights get after the call. Make it of a clone: "
-                "`nn.Parameter(weight.detach().clone())`."
+                f"{twin.weight.name!r} on the device. After the call, other weights get this memory. Make the "
+                "Parameter from a clone: `nn.Parameter(weight.detach().clone())`."
             )
     return None
 

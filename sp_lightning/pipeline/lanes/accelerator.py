@@ -70,7 +70,7 @@ class _StreamTicket(Ticket):
 
 # After this many refusals to pin memory, each of which costs time, the backend pins no more memory.
 _MOST_REFUSALS = 3
-_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the device computes: unset it."
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copy run while the GPU computes. Unset it."
 
 
 # These are assumed until an update on the device was recorded: the share of the memory's bandwidth that plain kernels

@@ -1,4 +1,4 @@
-"""Scopes of the engine's own work, of one thread at a time, and of optimizers' steps; neither works in a fork.
+"""Scopes of the engine's own work, of one thread at a time, and of optimizers' steps. None of them works in a fork.
 
 The guard of weights lets both pass. [Note: one thread, one stream] in pipeline/__init__.py has why one thread computes.
 
@@ -23,9 +23,9 @@ from sp_lightning.pipeline.torch_private import without_torch_function
 
 FORKED = (
     "This process was forked from the one in which superpipeline streams the model. It has neither the "
-    "threads nor the GPU of that process. It can read weights that are streamed on the CPU, unless an optimizer was "
-    "updating them, and do nothing else with the model. Give it a copy from before the fork, such as "
-    "`copy.deepcopy(module)`, or start it with 'spawn'."
+    "threads nor the GPU of that process. It can only read weights of a model that trains on the CPU, unless "
+    "an optimizer was updating them. Give it a copy from before the fork, such as `copy.deepcopy(module)`, "
+    "or start it with 'spawn'."
 )
 
 
@@ -99,7 +99,7 @@ class EngineAtWork(OfOneProcess):
         if threads_at_work - {None, threading.get_ident()}:
             raise RuntimeError(
                 "A thread computes with a model, or steps its optimizer, while another thread "
-                "computes with it, but only the weights that one of them needs next are on the GPU. "
+                "computes with it. Only the weights that one of them needs next are on the GPU. "
                 "Let the threads take turns with a shared `threading.Lock`, or give one of them "
                 "a copy, such as `copy.deepcopy(module)`."
             )

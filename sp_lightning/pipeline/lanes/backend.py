@@ -121,9 +121,9 @@ class Backend(ABC):
             # Memory that the other stream reads may be given to others now.
             self.stream_of_step.wait_stream(stream)
             raise RuntimeError(
-                f"{what} is computed on another stream than the one that was current when the step "
-                "began, but superpipeline overwrites weights and gradients on the GPU as soon as "
-                "that one has used them. Compute all of a step on one stream."
+                f"{what} is computed on another stream than the one that was current when the "
+                "step began. Superpipeline overwrites weights and gradients on the GPU as soon "
+                "as that first stream has used them. Compute all of a step on one stream."
             )
 
     @abstractmethod

@@ -118,8 +118,8 @@ class EarlyStep(Step):
         stepped = sum(len(of_segment.trained) for of_segment in self.stepped)
         if 0 < stepped < trained:
             warnings.warn(
-                f"superpipeline: the exception came while the optimizer was updating weights in backward: {stepped} "
-                f"weights have taken this step, {trained - stepped} have not. Continue from a "
+                "superpipeline: the exception came while the optimizer was updating weights in backward. "
+                f"{stepped} weights have taken this step, {trained - stepped} have not. Continue from a "
                 "checkpoint, or train with `overlap_optimizer=False`.",
                 stacklevel=2,
             )
@@ -143,8 +143,8 @@ class EarlyStep(Step):
             broken_promise = why_not
         elif self.settings != settings_of(optimizer, self.fused):
             broken_promise = (
-                "its param groups were changed before `step()`: set learning rates and the like "
-                "before backward or after the step"
+                "its param groups were changed before `step()`. Set learning rates and similar "
+                "options before backward or after the step"
             )
         if broken_promise is not None:
             name = type(self.optimizer).__name__
@@ -256,7 +256,7 @@ class Clipping:
             if why_torch_clips is None:
                 self._clip_norm(found_gradients, max_norm)
                 return
-        _LOG.debug("Torch clips gradients, and so reads all of them: %s.", why_torch_clips)
+        _LOG.debug("Torch clips gradients and reads all of them, because %s.", why_torch_clips)
         nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor | None:
@@ -358,7 +358,7 @@ class Clipping:
                 if gradient is not None:
                     found_gradients.why_torch_reads = f"the gradient of {gradient.weight.name!r} is the user's"
                 elif type(user_gradient) is not Tensor or user_gradient.layout is not torch.strided:
-                    found_gradients.why_torch_reads = "a gradient is no plain tensor"
+                    found_gradients.why_torch_reads = "a gradient is not a plain tensor"
                 norm = _Norm(user_gradient)
                 found_gradients.norms.append(norm)
                 found_gradients.others.append(user_gradient)

@@ -61,7 +61,7 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
     if getattr(optimizer, "found_inf", None) is not None:
         return "a GradScaler has left it to the optimizer's own kernel to skip steps"
     if has_foreign_step_hooks(optimizer):
-        return f"a step hook may look at everything that {name} steps"
+        return f"a step hook may read everything that {name} steps"
     # `torch.as_tensor` of its `eta`; Lightning sets this dtype around forwards
     if type(optimizer) is ASGD:
         return "ASGD reads torch's default dtype in each step, which a forward may change meanwhile"
@@ -123,12 +123,11 @@ def refuse_copies(optimizer: Optimizer) -> None:
         # it has no gradient, so an optimizer would silently skip it
         if isinstance(parameter, TwinParameter):
             raise RuntimeError(
-                f"{type(optimizer).__name__} steps a copy of weight {parameter.weight.name!r} that is on "
-                "the GPU only while it is used there; the weight itself would never "
-                "change. The copy was taken from its module in the middle of a forward, as "
-                "Pyro's parameter store does. Give the optimizer what `module.parameters()` "
-                "yields outside of the forward; where that is not possible, train without "
-                "superpipeline (`resident` does not help: such weights have copies, too)."
+                f"{type(optimizer).__name__} steps a copy of weight {parameter.weight.name!r} that is on the "
+                "GPU only while it is used there. The weight itself would never change. The copy was taken "
+                "from its module in the middle of a forward, as Pyro's parameter store does. Give the "
+                "optimizer `module.parameters()` outside of the forward. If that is not possible, train "
+                "without superpipeline. `resident` does not help, because such weights also have copies."
             )
 
 

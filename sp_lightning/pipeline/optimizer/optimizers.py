@@ -132,8 +132,9 @@ class Optimizers:
         for unit in optimizer_weights.units:
             if unit.users:
                 raise RuntimeError(
-                    f"{name} steps weights of {unit.name!r} inside of a forward that computes with them, and that "
-                    "would continue with the old values. Step after that forward, for example in `training_step`."
+                    f"{name} steps weights of {unit.name!r} inside of a forward that computes with them. That "
+                    "forward would continue with the old values. Step after it, for example in "
+                    "`training_step`."
                 )
         for gradient in optimizer_weights.gradients:
             weight = gradient.weight
@@ -141,8 +142,8 @@ class Optimizers:
                 raise used_in_step(weight.name, f"{name} steps it")
         if why_not is not None and self._overlaps is True:
             raise ValueError(
-                f"`overlap_optimizer=True`: {why_not}. Set it to 'auto' to let this optimizer step as in plain "
-                "training."
+                f"`overlap_optimizer=True` is not possible, because {why_not}. Set it to 'auto' to let this "
+                "optimizer step as in plain training."
             )
         self.check_drive(optimizer)
 
@@ -194,6 +195,19 @@ class Optimizers:
             drive.check()
             drive.places.check(optimizer, self._steps.fused)
 
+    def place_state(self, optimizer: Optimizer) -> None:
+        """Have state on the drive as far as it belongs there: for a checkpoint to be loaded into it, or that was."""
+        drive = self._steps.drive
+        if drive is not None and not self._is_follower:
+            with self._at_work:
+                step = Step(optimizer, self._weights_of(optimizer), self._steps.fused)
+                gradients = step.optimizer_weights.gradients
+                coming = sum(gradient.weight.nbytes for gradient in gradients if gradient.tensor is None)
+                for gradient in gradients:
+                    state = optimizer.state.get(gradient.weight.master, {})
+                    if drive.places.bring(step, {gradient: state}, coming):
+                        optimizer.state[gradient.weight.master] = state
+
     @property
     def _is_follower(self) -> bool:
         """Whether another process of this machine steps the weights, for all of them."""
@@ -231,8 +245,8 @@ class Optimizers:
             steps.window.backend.drain()
             steps.stream.abandon()  # nothing reads landing buffers any more
             warnings.warn(
-                f"superpipeline: the step of {type(optimizer).__name__} has failed. Some weights may "
-                "have taken it, and others not: continue from a checkpoint.",
+                f"superpipeline: the step of {type(optimizer).__name__} has failed. Some weights may have "
+                "taken it, and others not. Continue from a checkpoint.",
                 stacklevel=2,
             )
             raise

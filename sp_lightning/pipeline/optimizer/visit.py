@@ -289,8 +289,8 @@ class Visit(DeferredTicket):
                 _run(piece.host_parts, passes)
                 self._copy([(source, target) for target, source in piece.down])
                 warnings.warn(
-                    f"superpipeline: the CPU had to update a part of {self._unit.name!r}, as the "
-                    f"GPU could not: {error}",
+                    f"superpipeline: the CPU had to update a part of {self._unit.name!r}, "
+                    f"because the GPU could not: {error}",
                     stacklevel=2,
                 )
             if self._is_placed:
@@ -400,8 +400,8 @@ class Visits:
         """Warn, after an optimizer's step, if units were to visit, and none has visited yet."""
         if self.why_not and not self.stats.visits:
             warnings.warn(
-                "The plan expected GPU updates of streamed units, but the CPU updates them, which is "
-                f"slower: {self.why_not}.",
+                "The plan expected GPU updates of streamed units, but the slower CPU updates them, because "
+                f"{self.why_not}.",
                 stacklevel=2,
             )
         self.why_not = ""

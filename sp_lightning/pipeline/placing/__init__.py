@@ -1,1 +1,1 @@
-"""Between steps: what steps have shown of units, where weights lie, and when they get other places."""
+"""Work between steps: findings about units, the places of weights, and the occasions of their moves."""

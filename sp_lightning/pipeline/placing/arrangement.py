@@ -147,8 +147,9 @@ class Arrangement:
         self.budget = None if options.memory_budget is None else parse_bytes(options.memory_budget, total)
         if options.memory_budget is not None and self.budget is None:
             warnings.warn(
-                f"`memory_budget={options.memory_budget}` is a share of the device's memory, and {backend.device} does "
-                "not tell how much it has, so there is no budget. Give bytes, or text such as '2GiB'.",
+                f"`memory_budget={options.memory_budget}` is a share of the GPU's memory, but "
+                f"{backend.device} does not tell how much it has. There is no budget. Give bytes, or text "
+                "such as '2GiB'.",
                 stacklevel=2,
             )
         self.divided = set(learned.divided)
@@ -259,9 +260,9 @@ class Arrangement:
         self.is_pinned = all(segment.source.pinned for segment in self.segments if segment.nbytes)
         if self._backend.pins and not self.is_pinned:
             warnings.warn(
-                "superpipeline: some CPU memory could not be pinned. WSL and some containers allow only a "
+                "superpipeline: some CPU memory could not be pinned. WSL and some containers pin only a "
                 "little. Copies of the rest are slow, and do not run while the GPU computes. Native Linux "
-                "has no such limit; `pin_memory=False` pins nothing, without this warning.",
+                "has no such limit. `pin_memory=False` pins nothing, without this warning.",
                 stacklevel=2,
             )
         self._place()

@@ -147,10 +147,10 @@ def choose_device_layout(
     smallest = layouts[-1]
     least = DeviceLayout(division, replace(first, k=1), staging_buffers).streaming_bytes
     raise ValueError(
-        f"`memory_budget={options.memory_budget!r}` is too small with `k={smallest.window.k * options.k_prime}`: "
-        "weights, and gradients on their way to CPU memory, need "
-        f"{readable_bytes(smallest.streaming_bytes)}. Set at least {least} bytes "
-        f"({readable_bytes(least)}), with k={options.k_prime}. A whole number counts bytes; text has a unit, as '20GB'."
+        f"`memory_budget={options.memory_budget!r}` is too small with "
+        f"`k={smallest.window.k * options.k_prime}`. Weights, and gradients on their way to CPU memory, need "
+        f"{readable_bytes(smallest.streaming_bytes)}. Set at least {least} bytes ({readable_bytes(least)}), "
+        f"with k={options.k_prime}. A whole number counts bytes. Text has a unit, such as '20GB'."
     )
 
 
@@ -186,7 +186,7 @@ def room_for_gradients(units: Sequence[Unit], present: int, some_may_wait: bool)
         raise ValueError(
             f"CPU memory is too small: {readable_bytes(needed)} are needed on top of the model "
             f"({readable_bytes(coming)} for gradients, the rest for copies of weights; optimizer "
-            f"state is not counted), and {readable_bytes(free)} are free. Use a machine with more "
-            "memory, or freeze weights."
+            f"state is not counted), but only {readable_bytes(free)} are free. Use a machine "
+            "with more memory, or freeze weights."
         )
     return max(0, free + present - copies - moving - masters)

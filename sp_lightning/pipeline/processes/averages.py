@@ -194,9 +194,9 @@ class Averages:
         travels_as_it_came = sums is not None and sums.come_as_expected and gradient.weight.lowered
         if of_segment in self._exchanged or (travels_as_it_came and gradient in of_segment.gathered):
             raise RuntimeError(
-                f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, when "
-                "the processes had added up the first. Let checkpoints around its "
-                "module have `use_reentrant=False`."
+                f"Weight {gradient.weight.name!r} got a second gradient in this backward pass, "
+                "after the processes had added up the first. Set `use_reentrant=False` for "
+                "checkpoints around its module."
             )
         return sums is not None
 
@@ -416,8 +416,8 @@ class Averages:
             self._routes.staging.release()
         if any(are_sparse):
             raise RuntimeError(
-                "Sparse gradients are not averaged over processes. Let the layer have "
-                "`sparse=False`, or train it on one device."
+                "Sparse gradients are not averaged over processes. Set `sparse=False` in the "
+                "layer, or train on one device."
             )
         if self._processes.averages:
             self._processes.average(others[name] for name in sorted(set().union(*names)))
@@ -448,5 +448,5 @@ class Averages:
             self._to_come = {}
             self._exchanged = {}
             self._processes.box.failure = RuntimeError(
-                "A backward pass of all processes ended with an exception in this one: they cannot train on together."
+                "A backward pass of all processes ended with an exception in this one. They cannot train on together."
             )

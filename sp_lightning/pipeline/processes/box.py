@@ -42,7 +42,9 @@ class Box:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         if sys.platform != "linux":
-            raise OSError("Several devices need Linux, where processes can share the model's memory. Use one device.")
+            raise OSError(
+                "Several devices need Linux, because their processes share the model's memory. Use one device."
+            )
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.is_keeper = self.rank == 0
@@ -74,7 +76,7 @@ class Box:
                 why_failed = str(error)
         everyones = self.gather(((list(names), nbytes), path, why_failed))
         if not all(isinstance(request, tuple) for request in everyones):
-            raise RuntimeError("Another process of this machine could not place its weights; see its error.")
+            raise RuntimeError("Another process of this machine could not place its weights. See its error.")
         keepers, path, why_failed = everyones[0]
         if why_failed:
             raise OSError(why_failed)
@@ -93,8 +95,9 @@ class Box:
                 own_file = os.open(path, os.O_RDWR)
         except RuntimeError as error:
             raise OSError(
-                "The processes of this machine cannot share memory: they have to run in one "
-                f"container, as one user, or as machines of one device each (`num_nodes`). {error}"
+                "The processes of this machine cannot share memory. They have to run in one "
+                "container, as one user, or as machines of one device each (`num_nodes`). "
+                f"{error}"
             ) from error
         self.gather()  # all processes have opened the file afterwards
         if file is not None:
@@ -125,7 +128,9 @@ class Box:
     def _check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
             if has_ended(process / "stat"):
-                self.failure = RuntimeError(f"Process {rank} of this machine, which shares the weights, has ended.")
+                self.failure = RuntimeError(
+                    f"Process {rank} of this machine has ended. It shares the weights with the others."
+                )
                 raise self.failure
 
     def wait_briefly(self, since: float) -> None:
@@ -138,7 +143,7 @@ class Box:
             self.failure = RuntimeError(
                 f"Process {self.rank} of this machine has waited for the others for "
                 f"{self._timeout:.0f} s. One of them hangs, or runs backward or steps less often "
-                "than this one; see the strategy's `timeout`."
+                "than this one. See the strategy's `timeout`."
             )
         time.sleep(_PAUSE)
 

@@ -79,9 +79,9 @@ class Processes:
             for ours, theirs in zip_longest(everyones[0], others):
                 if ours != theirs:
                     raise ValueError(
-                        f"Processes 0 and {rank} have built different models; the first difference "
-                        f"is in {(ours or theirs)[0]!r} (names, shapes and dtypes are compared). "
-                        "Build the same model in all processes."
+                        f"Processes 0 and {rank} have built different models. The first "
+                        f"difference is in {(ours or theirs)[0]!r} (names, shapes and dtypes are "
+                        "compared). Build the same model in all processes."
                     )
         self.broadcast(module.buffers())
         if self.box.is_keeper and self.machines > 1:
@@ -179,9 +179,9 @@ class Processes:
         steps, everyones = zip(*self.gather((self.steps, own)), strict=True)
         if len(set(steps)) > 1:
             raise RuntimeError(
-                f"The processes have taken different numbers of optimizer steps ({list(steps)}). "
-                "Each process must run backward and step equally often: `training_step` must not return "
-                "None in only some of them."
+                f"The processes have taken different numbers of optimizer steps ({list(steps)}). Each process "
+                "must run backward and step equally often. `training_step` must not return None in only some "
+                "of them."
             )
         return everyones
 

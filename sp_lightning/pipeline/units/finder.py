@@ -215,8 +215,8 @@ def _join_by_number(groups: Sequence[list[nn.Module]], k_prime: int) -> list[lis
     """Join `k_prime` neighbors each."""
     if k_prime > len(groups) > 0:
         warnings.warn(
-            f"`k_prime={k_prime}` is above the number of units, {len(groups)}: all units move together, "
-            "and no copy overlaps with computing.",
+            f"`k_prime={k_prime}` is above the number of units, {len(groups)}. All units move together, and "
+            "no copy overlaps with computing.",
             stacklevel=2,
         )
     return [[*chain(*groups[first : first + k_prime])] for first in range(0, len(groups), k_prime)]

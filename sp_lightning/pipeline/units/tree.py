@@ -179,8 +179,8 @@ def check_module(module: nn.Module, streamed_by_others: Set[int]) -> None:
             )
         if getattr(parameter, "grad_dtype", parameter.dtype) not in (parameter.dtype, None):
             raise ValueError(
-                f"Parameter {name!r} is {parameter.dtype}, and its `grad_dtype` {parameter.grad_dtype}: superpipeline "
-                "has gradients in the dtype of their weights. Leave `grad_dtype` as it is."
+                f"Parameter {name!r} is {parameter.dtype}, and its `grad_dtype` {parameter.grad_dtype}. "
+                "Gradients must have the dtype of their weights. Leave `grad_dtype` as it is."
             )
         if parameter.device.type == "meta":
             raise ValueError(

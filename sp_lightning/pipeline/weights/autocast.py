@@ -1,4 +1,4 @@
-"""Autocast: which weights are sent in the dtype that it casts them to, and how numbers stay its own.
+"""Autocast: which weights are sent in the dtype that it casts them to, and how numbers stay those of autocast.
 
 [Note: weights that autocast lowers]
 A weight that autocast casts anyhow is sent already cast, at half the bytes. For torch's layers, the engine knows these

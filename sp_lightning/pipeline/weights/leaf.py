@@ -1,4 +1,4 @@
-"""The leaf of a twin: a Parameter that stands in for the master while its unit computes; and how torch asks it.
+"""The leaf of a twin: a Parameter that stands in for the master while its unit computes, and answers torch's requests.
 
 [Note: one weight, two Parameters]
 The one in the module tree is the weight; code that uses the other one gets it. A program may hold a master since

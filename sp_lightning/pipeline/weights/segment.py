@@ -103,8 +103,8 @@ class Segment:
         for weight in self.weights:
             if weight.current_memory is not weight.engine_memory:
                 raise RuntimeError(
-                    f"Weight {weight.name!r} was given other memory (`weight.data = ...`), which other processes do "
-                    "not have. Write into its memory: `weight.data.copy_(...)`."
+                    f"Weight {weight.name!r} was given other memory (`weight.data = ...`) that other "
+                    "processes do not have. Write into its memory by `weight.data.copy_(...)`."
                 )
         if not self.is_stepped_elsewhere:
             self.share_edits()

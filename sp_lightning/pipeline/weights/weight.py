@@ -57,7 +57,7 @@ def used_in_backward(name: str) -> RuntimeError:
 def used_in_step(name: str, use: str) -> RuntimeError:
     """Make the error for a use of a gradient that is gone, because an optimizer's step has used it."""
     return RuntimeError(
-        f"The gradient of weight {name!r} was used in an optimizer's step, and was not zeroed since. Now "
+        f"The gradient of weight {name!r} was used in an optimizer's step, and has not been zeroed since. Now "
         f"{use}. Plain training would use that gradient again, but superpipeline has dropped it. Call "
         "`zero_grad()` between the step and the next backward. To read gradients after the step, train with "
         "`overlap_optimizer=False`."

@@ -58,8 +58,8 @@ class MasterAccess:
             self.backend.trace.join(work, "optimizer")
         except Exception:
             warnings.warn(
-                f"superpipeline: the update of {unit.name!r} has failed. Some weights may have taken "
-                "this step, and others not: continue from a checkpoint.",
+                f"superpipeline: the update of {unit.name!r} has failed. Some weights may have taken this "
+                "step, and others not. Continue from a checkpoint.",
                 stacklevel=2,
             )
             raise

@@ -251,7 +251,7 @@ def attached(model: nn.Module, on_a_machine: int = 1, **options: Any) -> Iterato
 
 
 def other_models() -> None:
-    with pytest.raises(ValueError, match="have built different models; the first difference is in"):
+    with pytest.raises(ValueError, match="have built different models. The first difference is in"):
         Pipeline(chain(2 + dist.get_rank()), "cpu", processes=Processes(1))
 
 
@@ -325,7 +325,7 @@ def an_exception_while_gradients_are_averaged() -> None:
             step()
         assert pipeline.stats.resets == 1
         model.zero_grad()
-        with pytest.raises(RuntimeError, match="ended with an exception in this one: they cannot train on together"):
+        with pytest.raises(RuntimeError, match="ended with an exception in this one. They cannot train on together"):
             model(x).square().mean().backward()
         assert all(parameter.grad is None for parameter in model.parameters())
 
