@@ -268,7 +268,7 @@ def test_what_is_refused_leaves_the_optimizer_as_it_was():
         ((torch.optim.AdamW, {}), (optim.Adam, {}), "decoupled weight decay, but sp_lightning.optim.Adam has none"),
         ((torch.optim.AdamW, {"maximize": True}), (optim.AdamW, {}), "that sp_lightning.optim no longer supports"),
         ((torch.optim.AdamW, {}), (optim.AdamW, {}), "has step, exp_avg, exp_avg_sq, but this optimizer keeps step"),
-        ((optim.AdamW, {"size": 5}), (optim.AdamW, {}), r"low has the shape \(5,\), the parameter's \(3,\)"),
+        ((optim.AdamW, {"size": 5}), (optim.AdamW, {}), r"low has the shape \(5,\), but the parameter has \(3,\)"),
     ],
 )
 def test_a_checkpoint_of_another_layout_is_refused(saved, own, message):
