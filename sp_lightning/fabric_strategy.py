@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -234,8 +234,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         may_wait = have_limits and not self.is_distributed and why_not_by_unit(optimizer) is None
         for model in self._models_of(optimizer):
             model.pipeline.optimizers.check_drive(optimizer)
-        has_drive = self.options.nvme_path is not None
-        room = room_for_gradients([optimizer], may_wait, self.lightning, has_drive=has_drive)
+        room = room_for_gradients([optimizer], may_wait, self.lightning, has_drive=self.options.nvme_path is not None)
         for pipeline in self.pipelines:
             pipeline.waiting.limit(room)
         return optimizer
@@ -274,16 +273,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         return models[0].pipeline.optimizers.clipping if len(models) == 1 else None
 
     @override
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
-        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        return norm.to(self.root_device)
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().clip_gradients_norm(*args, **kwargs).to(self.root_device)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -316,14 +307,23 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         io.streamed = [name for name, part in parts.items() if isinstance(part, (nn.Module, Optimizer))]
         if isinstance(state, nn.Module):
             io.streamed = dict(state.named_parameters())
+        optimizers = [each for each in tree_leaves(state) if isinstance(each, Optimizer)]
+        self._place_state(optimizers)
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
-        for optimizer in [each for each in tree_leaves(state) if isinstance(each, Optimizer)]:
+        self._place_state(optimizers)
+        for optimizer in optimizers:
             if any(model.meetings.follows for model in self._models_of(optimizer)):
                 optimizer.state.clear()  # another process steps for this one
             else:
                 read_from_file(optimizer)
         self.barrier()  # before any process uses the weights
         return remainder
+
+    def _place_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have state lie on the drive, if it belongs there, before it is loaded, and after that."""
+        for optimizer in optimizers:
+            for model in self._models_of(optimizer):
+                model.pipeline.optimizers.place_state(optimizer)
 
     @override
     def teardown(self) -> None:

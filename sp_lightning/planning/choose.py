@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.options import Policy
@@ -32,6 +32,12 @@ from sp_lightning.planning.memory import (
     with_waiting,
 )
 from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
+
+Staying: TypeAlias = Literal["first", "spread", "large"]
+"""The units that stay on the device. With a drive, large ones are tried: their gradients take host memory, too."""
+
+# the multiples of this number, without what is before the point, are spread evenly, however many there are
+_GOLDEN = 0.618034
 
 _PLACES = (1, 2, 3, 4)  # and as many as there are units
 # the policies of units that do not keep their activations
@@ -69,11 +75,11 @@ class _Draft(NamedTuple):
 
     k: int
     policy: Policy  # of the units that do not keep their activations
-    # whether units that stay on the device are spread evenly, or the first ones
-    is_spread: bool = False
+    staying: Staying = "first"
     keeping: int = 0  # how many keep their activations, the last ones
     visits: float = 0.0  # the share of the other units that visits
     living: int = 0  # units that stay on the device, besides those that do so in any case
+    spreads_drive: bool = False  # whether units on the drive are spread evenly, or the last ones
 
 
 def choose(
@@ -163,8 +169,9 @@ class _Search:
     def drafts(self, places: Sequence[int]) -> Iterator[_Draft]:
         """Yield drafts that are far from each other."""
         units = len(self.workload.units)
-        for k, policy, is_spread, keeping, visits in product(places, _POLICIES, (False, True), _SHARES, _SHARES):
-            draft = _Draft(k, policy, is_spread, round(keeping * units), visits)
+        staying = get_args(Staying)[: 3 if self.workload.has_drive else 2]
+        for k, policy, which, keeping, visits in product(places, _POLICIES, staying, _SHARES, _SHARES):
+            draft = _Draft(k, policy, which, round(keeping * units), visits)
             yield draft
             yield self._filled(draft)
 
@@ -172,7 +179,10 @@ class _Search:
         """Yield drafts with a little more or less of everything."""
         units = max(1, len(self.workload.units))
         for change in _CHANGES:
-            yield draft._replace(living=max(0, draft.living + change))
+            living = draft._replace(living=max(0, draft.living + change))
+            yield living
+            if draft.visits:
+                yield self._that_fits([living._replace(visits=count / units) for count in range(units + 1)])
             yield self._filled(draft._replace(keeping=min(units, max(0, draft.keeping + change))))
             visits = draft._replace(visits=min(1.0, max(0.0, draft.visits + change / units)))
             yield self._filled(visits)
@@ -180,9 +190,12 @@ class _Search:
 
     def _filled(self, draft: _Draft) -> _Draft:
         """Return the draft with as many units on the device as fit."""
-        more = [draft._replace(living=count) for count in range(1, len(self._able_to_live) + 1)]
-        living = bisect_right(more, self.room, key=lambda draft: device_bytes(self.workload, self._choice(draft)))
-        return draft._replace(living=living)
+        return self._that_fits([draft._replace(living=count) for count in range(len(self._able_to_live) + 1)])
+
+    def _that_fits(self, drafts: Sequence[_Draft]) -> _Draft:
+        """Return the last of these drafts that fits on the device, or the first one. Each takes more than before."""
+        count = bisect_right(drafts, self.room, key=lambda draft: device_bytes(self.workload, self._choice(draft)))
+        return drafts[max(0, count - 1)]
 
     def too_little(self, k: int) -> TooLittleMemory:
         """Return the error for the draft with this number of places that takes the least of the device."""
@@ -205,30 +218,33 @@ class _Search:
         return TooLittleMemory("device", device_bytes(work, least), self.room, most, hint)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
-        """Price the drafts that fit."""
-        for draft in drafts:
-            choice = self._choice(draft)
+        """Price the drafts that fit; with a drive, each in two ways."""
+        for draft, spreads in product(drafts, (False, True)[: 2 if self.workload.has_drive else 1]):
+            choice = self._choice(draft._replace(spreads_drive=spreads))
             if choice in self.found or host_bytes(self.workload, choice) > self.host_room:
                 continue
             if device_bytes(self.workload, choice) <= self.room:
                 self.found[choice] = draft, self._price(choice)
 
     def _price(self, choice: Choice) -> Prediction:
-        """Price a choice, with later visits and other units on the drive, too; return the cheapest way."""
+        """Price a choice. If its units visit in backward, price later visits, too, and return the cheaper way."""
         choices = [choice]
-        if choice.on_drive:
-            choices.append(with_drive(self.workload, choice, self.host_room, is_spread=True))
         if choice.visiting and self.workload.stepping == "in backward":
-            choices += [replace(each, defers_visits=True) for each in choices]
+            choices.append(replace(choice, defers_visits=True))
         return min((predict(self.workload, self.machine, each) for each in choices), key=self._cost)
 
     def _make_choice(self, draft: _Draft) -> Choice:
-        living = tuple(self._able_to_live)
-        count = min(len(living), draft.living)
-        living = (*self._staying, *(spread(count, living) if draft.is_spread else living[:count]))
+        able = self._able_to_live
+        if draft.staying == "large":
+            units = self.workload.everything
+            able = sorted(able, key=lambda number: (-units[number].bytes_on_device, number * _GOLDEN % 1))
+        count = min(len(able), draft.living)
+        living = (*self._staying, *(spread(count, able) if draft.staying == "spread" else able[:count]))
         first = len(self.workload.units) - draft.keeping
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
-        choice = with_drive(self.workload, Choice(draft.k, living, ways=ways), self.host_room)
-        able = [number for number in self._able_to_visit if number not in (*living, *choice.on_drive)]
-        choice = replace(choice, visiting=spread(round(draft.visits * len(able)), able))
+        choice = Choice(draft.k, living, ways=ways)
+        for visits in (0.0, draft.visits, draft.visits):  # which leave the host memory, so that fewer are on the drive
+            able = [number for number in self._able_to_visit if number not in (*living, *choice.on_drive)]
+            choice = replace(choice, visiting=spread(round(visits * len(able)), able))
+            choice = with_drive(self.workload, choice, self.host_room, draft.spreads_drive)
         return with_waiting(self.workload, choice, self.host_room)
