@@ -12,11 +12,12 @@ import pytest
 from sp_lightning.planning.assumptions import Assumptions
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.clock import predict
-from sp_lightning.planning.estimate import estimate
 from sp_lightning.planning.known import known, named_model, rates_of, rates_of_gpu
 from sp_lightning.planning.memory import RING, device_bytes, host_bytes, spread, state_bytes, with_waiting
 from sp_lightning.planning.report import plan_row
 from sp_lightning.planning.work import Choice, Machine, Prediction, UnitWork, Way, Workload
+
+from .parts import estimate
 
 MB = 10**6
 UNIT = UnitWork(
