@@ -20,10 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import BLOCK
+from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.optim.on_device import PIECE, Effort
 from sp_lightning.pipeline import Engine, Kind, Lane, Recording, Span
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
-from sp_lightning.pipeline.optimizer.kinds import parameters_of, why_not_by_unit, why_not_in_one_pass
+from sp_lightning.pipeline.optimizer.kinds import parameters_of, settings_of, why_not_by_unit
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import sent_bytes
 from sp_lightning.pipeline.units.unit import Unit
@@ -108,13 +109,24 @@ def may_live_on_device(optimizers: Iterable[Optimizer], parameters: Collection[n
     return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
 
 
+def _may_visit(optimizers: Collection[Optimizer], fused: bool) -> bool:
+    """Tell whether units may be updated on the device: all optimizers step weights in one pass.
+
+    `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
+    """
+    for optimizer in optimizers:
+        passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
+        if why_not_by_unit(optimizer) or not all(one_pass.is_possible for one_pass in passes):
+            return False
+    return bool(optimizers)
+
+
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that it has, and the places where it may be stepped."""
     states, processes = engine.optimizers.states, engine.processes
     optimizers = states.optimizers
     masters = [weight.master for weight in unit.every_weight]
     is_free = engine.options.optimizer_on == "auto"
-    may_visit = is_free and processes is None and len(optimizers) > 0
     is_stepped = trains and any(master.requires_grad for master in masters)
     # the first process, which has the optimizers' state, plans for all; in an evaluation, each does so for itself
     plans = processes is None or processes.is_planner
@@ -125,7 +137,7 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         bytes_meanwhile(optimizers, masters) if on_accelerator else 0,
         trains=trains,
         lives=plans and (is_free or not is_stepped) and (not trains or may_live_on_device(optimizers, masters)),
-        visits=may_visit and all(why_not_in_one_pass(each, engine.steps.fused) is None for each in optimizers),
+        visits=is_free and processes is None and _may_visit(optimizers, engine.steps.fused),
     )
     return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)
 

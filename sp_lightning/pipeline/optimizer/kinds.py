@@ -80,19 +80,6 @@ def why_not_by_unit(optimizer: Optimizer) -> str | None:
     return None
 
 
-def why_not_in_one_pass(optimizer: Optimizer, fused: bool) -> str | None:
-    """Return why an optimizer cannot step units one by one in one pass over their memory; None if it can.
-
-    For `fused` see `settings_of`.
-    """
-    why_not = why_not_by_unit(optimizer)
-    if why_not is None:
-        if all(OnePass(optimizer, settings).is_possible for settings in settings_of(optimizer, fused)):
-            return None
-        why_not = f"{type(optimizer).__name__} with these options makes more than one pass over its state"
-    return why_not
-
-
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """Iterate over the parameters of all param groups."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.optim.of_torch import OnePass
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
 from sp_lightning.pipeline.host_memory import available_host_memory, release
-from sp_lightning.pipeline.optimizer.kinds import Step, why_not_in_one_pass
+from sp_lightning.pipeline.optimizer.kinds import Step, settings_of, why_not_by_unit
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.pipeline.weights.buffers import tensor_in
 from sp_lightning.pipeline.weights.weight import Weight
@@ -165,9 +166,11 @@ class StatePlaces:
 
     def check(self, optimizer: Optimizer, fused: bool) -> None:
         """Raise unless an optimizer makes one pass over memory, so that its state can pass through RAM."""
-        why_not = why_not_in_one_pass(optimizer, fused)
+        why_not = why_not_by_unit(optimizer)
         if why_not is None:
-            return
+            if all(OnePass(optimizer, settings).is_possible for settings in settings_of(optimizer, fused)):
+                return
+            why_not = f"{type(optimizer).__name__} with these options makes more than one pass over its state"
         raise ValueError(
             f"`nvme_path={self.folder!r}`: {why_not}. A drive can hold the state of sp_lightning.optim, and of "
             "torch.optim.AdamW and Adam with fused=True, or on a GPU with neither `fused` nor `foreach`."
