@@ -300,7 +300,7 @@ def test_arguments_are_the_engines_options():
     """Which check them before any work (tests/pipeline/test_options.py)."""
     options = {"k": 3, "k_prime": 2, "memory_budget": "1GB", "units": ["Block"], "resident": ["head"], "debug": True,
                "activations": "keep", "overlap_optimizer": False, "pin_memory": False, "host_threads": 2,
-               "compile": True, "optimizer_on": "host"}  # fmt: skip
+               "compile": True, "optimizer_on": "host", "nvme_path": "/scratch"}  # fmt: skip
     assert {field.name for field in fields(PipelineOptions)} == set(options)
     assert SuperpipelineStrategy(**options).options == PipelineOptions(**options)
     with pytest.raises(ValueError, match="k=0"):

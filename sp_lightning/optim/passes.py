@@ -192,12 +192,14 @@ def _run_loop(loop: Any, rule: Rule, passes: Sequence[Pass]) -> None:
             numba.set_num_threads(before)
 
 
-@cache
 def loop_of(kind: Kind) -> Any:
     """Return the compiled loop of a kind, or None if numba cannot make it."""
     kernels = compiled_kernels()
-    if kernels is None:
-        return None
+    return None if kernels is None else _compile(kernels, kind)
+
+
+@cache
+def _compile(kernels: Any, kind: Kind) -> Any:
     try:
         return kernels.compile_loop(kind)
     # numba keeps it on a disk that may be full, for example
