@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -316,14 +316,23 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         io.streamed = [name for name, part in parts.items() if isinstance(part, (nn.Module, Optimizer))]
         if isinstance(state, nn.Module):
             io.streamed = dict(state.named_parameters())
+        optimizers = [each for each in tree_leaves(state) if isinstance(each, Optimizer)]
+        self._place_state(optimizers)
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
-        for optimizer in [each for each in tree_leaves(state) if isinstance(each, Optimizer)]:
+        self._place_state(optimizers)
+        for optimizer in optimizers:
             if any(model.meetings.follows for model in self._models_of(optimizer)):
                 optimizer.state.clear()  # another process steps for this one
             else:
                 read_from_file(optimizer)
         self.barrier()  # before any process uses the weights
         return remainder
+
+    def _place_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have state lie on the drive, if it belongs there, before it is loaded, and after that."""
+        for optimizer in optimizers:
+            for model in self._models_of(optimizer):
+                model.pipeline.optimizers.place_state(optimizer)
 
     @override
     def teardown(self) -> None:

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from sp_lightning.pipeline import Backend, Engine, Pipeline, PipelineOptions, Planner
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.lanes.lanes import Job
+from sp_lightning.pipeline.optimizer import state_file
 
 from .zoo import CASES, Batch, Case
 from .zoo.blocks import WIDTH, Block, Chain
@@ -86,6 +87,16 @@ def why_no_lstm_in_bf16() -> str | None:
 def skip_what_plain_cannot(case: Case, autocast: bool) -> None:
     if autocast and case.name == "lstm" and (reason := why_no_lstm_in_bf16()) is not None:
         pytest.skip(reason)
+
+
+@contextmanager
+def ram_is_full(free: float = 0) -> Iterator[None]:
+    """Optimizer state has this much room in RAM, and every folder counts as one on a drive of its own."""
+    with (
+        patch.object(state_file, "available_host_memory", lambda: free),
+        patch.object(state_file, "_type_of_file_system", lambda device: "ext4"),
+    ):
+        yield
 
 
 def overwrite(path: Path) -> None:

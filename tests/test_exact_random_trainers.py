@@ -23,6 +23,7 @@ from sp_lightning.planning import AutoPlanner
 
 from .class_shapes import SHAPES, shaped
 from .drawing import random_programs
+from .helpers import ram_is_full
 from .lightning_modules import Base, Block, assert_same_training, loader
 from .planning.parts import Wanders
 
@@ -87,6 +88,7 @@ class Program:
     activations: ActivationPolicy
     wanders: int  # where units live, from the second step on; below zero, as the planner says
     habit: str | None  # what the user's own code does besides
+    drive: float | None  # free bytes of RAM, beyond which optimizer state is on a drive
 
     @property
     def is_possible(self) -> bool:
@@ -96,6 +98,8 @@ class Program:
         if self.teacher == "trained" and (self.callback == "thaw" or self.habit == "gradients left"):
             # Lightning looks for the optimizer's weights in the module. A model that autocast gives other places drops
             # used gradients, and raises an error.
+            return False
+        if self.drive is not None and not self.optimizer.startswith("ours"):
             return False
         return not (self.optimizer.startswith("ours") and self.precision in ("64-true", "16-true"))
 
@@ -214,6 +218,7 @@ programs = st.builds(
     activations=st.sampled_from(["keep", "recompute", "offload", "auto"]),
     wanders=st.integers(-1, 999),
     habit=st.sampled_from(HABITS),
+    drive=st.sampled_from([None, 0, 50_000]),
 )
 
 
@@ -222,6 +227,7 @@ def test_random_trainers_are_exact(program: Program) -> None:
     """Nothing that surrounds a model changes a number."""
     note(str(program))
     planner = AutoPlanner if program.wanders < 0 else lambda *_: Wanders(program.wanders)
-    with mock.patch("sp_lightning.strategy.AutoPlanner", planner):
-        options = {"activations": program.activations}
+    with mock.patch("sp_lightning.strategy.AutoPlanner", planner), ram_is_full(program.drive or 0):
+        options: dict[str, Any] = {"activations": program.activations}
+        options |= {} if program.drive is None else {"nvme_path": "."}
         assert_same_training(program.module, partial(drive, program), program.arguments, **options)

@@ -21,7 +21,7 @@ import replay
 from replay import first_that_fits
 from torch import nn
 
-from sp_lightning import Assumptions, plan
+from sp_lightning import Assumptions
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of, rates_of_gpu, recipe
 from sp_lightning.planning.offers import offers
@@ -65,12 +65,6 @@ USERS: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [
     ("a mixture of 30B, all weights", "Qwen3-30B-A3B", ("RTX 4090", "server DDR5", "256GiB"), {"tokens": 8192}),
     ("this mixture with LoRA", "Qwen3-30B-A3B", ("RTX 4090", "desktop DDR5", "128GiB"), {"tokens": 8192, "lora": 16}),
     ("FLUX.1 with LoRA", "FLUX.1-dev", ("RTX 3060", "desktop DDR4", "64GiB"), {"lora": 16}),
-    (
-        "an 8B, all weights, with an NVMe drive, not clipped",
-        "Qwen3-8B",
-        ("RTX 4090", "desktop DDR5", "32GiB"),
-        {"nvme": "PCIe 4", "tokens": 16384, "gradient_clip_val": None},
-    ),
 ]
 MORE: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [  # not on the first page
     ("a mixture of 20B, all weights", "gpt-oss-20b", ("RTX 4090", "desktop DDR5", "192GiB"), {"tokens": 8192}),
@@ -98,8 +92,7 @@ CARDS: dict[str, dict[str, Any]] = {
     "80 GB": {"device_memory": "79.1GiB"},
 }
 HOSTS = ("32GiB", "64GiB", "128GiB")
-WITH_DRIVE = {**IN_EIGHT_BITS, **rates_of("drives", "PCIe 4")}
-WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"}, IN_EIGHT_BITS, WITH_DRIVE]
+WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"}, IN_EIGHT_BITS]
 # ------------------------------------------------------------------------------------------------- what is planned
 
 
@@ -122,7 +115,6 @@ def plain(row: Row) -> dict[str, Any]:
         "seconds": readable_seconds(row.step.seconds),
         "tokens": row.given.tokens_in_step,
         "speed": row.speed,
-        **({"written": f"{row.written() / 1e9:.1f} GB"} if row.written() else {}),
     }
 
 
@@ -136,18 +128,14 @@ def plan_machine(number: int, models: Sequence[tuple[str, int | None]] = tuple(M
 def plan_user(user: tuple[str, str, tuple[str, str, str], dict[str, Any]]) -> dict[str, Any]:
     """Plan what a user wants, clipped by norm, with the commands that print this, and that train it."""
     what, name, (gpu, host, memory), wanted = user
-    options = {option: value for option, value in {**wanted, **CLIPPED, **wanted}.items() if value is not None}
-    drive = options.pop("nvme", None)
-    rates = machine(gpu, host, memory) | ({} if drive is None else rates_of("drives", drive))
-    row = plan(named_model(name), Assumptions(**rates, **{**batch_of(name), **options})).best
+    given = Assumptions(**machine(gpu, host, memory), **{**batch_of(name), **wanted}, **CLIPPED)
+    row = first_that_fits(named_model(name), given)
+    options = {**wanted, **CLIPPED}
     words = {option: "" if value is True else f" {value:g}" for option, value in options.items()}
     typed = " ".join(f"--{option.replace('_', '-')}{word}" for option, word in words.items())
     asked = f'plan {name} --gpu "{gpu}" --host "{host}" --host-memory {memory} {typed}'
-    on = f"{gpu}, {memory.replace('GiB', ' GiB')} of RAM"
-    if drive is not None:
-        asked += f' --nvme "{drive}"'
-        on += ", NVMe"
-    return {"what": what, "on": on, **plain(row), "plan": asked, "command": recipe(name, row.given)}
+    return {"what": what, "on": f"{gpu}, {memory.replace('GiB', ' GiB')} of RAM", **plain(row), "plan": asked,
+            "command": recipe(name, row.given)}  # fmt: skip
 
 
 def plan_offers(gpu: str, memory: str) -> dict[str, dict[str, Any]]:
@@ -175,7 +163,7 @@ def plan_longest(name: str, lora: int | None, card: dict[str, Any]) -> int:
 def plan_size(memory: str, way: dict[str, Any]) -> float:
     """Return the billions of parameters of the largest decoder that fits, with layers as Qwen3-4B's."""
     given = Assumptions(host_memory=memory, **CARDS["24 GB"], **CLIPPED, **way)
-    fits, too_many = 1, 4 * int(given.host_bytes / 7e8)
+    fits, too_many = 1, 2 * int(given.host_bytes / 7e8)
     while too_many - fits > 1:
         layers = (fits + too_many) // 2
         if plan_row(decoder(layers), given).step is None:
@@ -311,17 +299,11 @@ def user_of_fp8(figures: dict[str, Any]) -> str:
     return f"{cell['speed']} tokens/s"
 
 
-def user_of_drive(figures: dict[str, Any]) -> str:
-    """Return how fast the one with a drive trains, and what a step writes."""
-    cell = figures["users"][-1]
-    return f"{cell['speed']} tokens/s in steps of {cell['tokens']:,} tokens, each of which writes {cell['written']}"
-
-
 def sizes(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the largest models."""
     compact = "[`sp_lightning.optim`](../docs/optimizers.md#compact-optimizers)"
-    yield f"| RAM | AdamW, FP32 or `bf16-mixed` | {compact}, exact | with 8-bit moments | and a drive |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield f"| RAM | AdamW, FP32 or `bf16-mixed` | {compact}, exact | with 8-bit moments |"
+    yield "| --- | --- | --- | --- |"
     for memory, row in zip(HOSTS, figures["sizes"], strict=True):
         yield f"| {memory.replace('GiB', ' GiB')} | {' | '.join(f'{size:g} B' for size in row)} |"
 
@@ -329,7 +311,7 @@ def sizes(figures: dict[str, Any]) -> Iterator[str]:
 def bytes_per_parameter(figures: dict[str, Any]) -> str:
     """Return what a parameter needs of CPU memory in each of three ways, by the largest models with 64 GiB."""
     room = Assumptions(host_memory="64GiB", desktop=True).host_room
-    each = [f"{room / 1e9 / size:.1f}" for size in figures["sizes"][HOSTS.index("64GiB")][:-1]]
+    each = [f"{room / 1e9 / size:.1f}" for size in figures["sizes"][HOSTS.index("64GiB")]]
     return f"{', '.join(each[:-1])} and {each[-1]}"
 
 
@@ -361,7 +343,6 @@ FIGURES: dict[str, Callable[[dict[str, Any]], str | Iterator[str]]] = {
         longest,
         first_user,
         user_of_fp8,
-        user_of_drive,
         mixture,
         sizes,
         bytes_per_parameter,

@@ -146,7 +146,8 @@ class AdamW(Optimizer):
             saved_groups[number] = {**own, **saved}
         # all of it before any is taken; torch refuses other numbers of groups and parameters
         loaded = {
-            p: _loaded(state_dict["state"][number], make_state(p, group, self.update.moments))
+            # state that is there already may be on a drive, for which RAM has no room
+            p: _loaded(state_dict["state"][number], self.state.get(p) or make_state(p, group, self.update.moments))
             for group, saved in zip(self.param_groups, saved_groups, strict=False)
             for p, number in zip(group["params"], saved["params"], strict=False)
             if state_dict["state"].get(number)
@@ -187,7 +188,7 @@ def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: boo
 
 
 def _loaded(saved: State, state: State) -> State:
-    """Copy saved state into newly made state."""
+    """Copy saved state into state."""
     if saved.keys() != state.keys():
         raise ValueError(
             f"The checkpoint has {', '.join(saved)}, but this optimizer keeps {', '.join(state)}. "

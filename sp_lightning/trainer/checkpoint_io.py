@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from sp_lightning.optim.optimizers import COMPACT, AdamW
-from sp_lightning.pipeline import Progress
-from sp_lightning.pipeline.host_memory import has_room_for
+from sp_lightning.pipeline import Pipeline, Progress
+from sp_lightning.pipeline.host_memory import has_room_for, private_files
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.trainer import FabricNamespace, Namespace, StrategyPart
 from sp_lightning.trainer.narrator import CountedCopies, CountedFile
@@ -181,6 +181,7 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
 
     lightning: ClassVar[Namespace]
     meetings: Meetings
+    pipeline: Pipeline | None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -188,6 +189,7 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
         states = checkpoint["optimizer_states"]
         with CountedCopies(self.progress.begin("Loading optimizer state", nbytes_of(states))):
             for optimizer, state in zip(self.optimizers, states, strict=False):
+                self._place_state(optimizer)
                 try:
                     optimizer.load_state_dict({**state, "state": {}} if self.meetings.follows else state)
                 except ValueError as error:
@@ -197,7 +199,13 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
                         raise
                     message = f"{type(optimizer).__name__} cannot load this checkpoint: {words}."
                     raise self.lightning.misconfiguration(message) from error
+                self._place_state(optimizer)
                 read_from_file(optimizer)
+
+    def _place_state(self, optimizer: Optimizer) -> None:
+        """Have state lie on the drive, if it belongs there, before it is loaded, and after that."""
+        if self.pipeline is not None:
+            self.pipeline.optimizers.place_state(optimizer)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -256,8 +264,14 @@ def own_all_but_weights(state: StateDict, module: nn.Module) -> StateDict:
 
 def read_from_file(optimizer: Optimizer) -> None:
     """Copy state that torch's optimizers have left in a mapped checkpoint."""
+    files = list(private_files())
+
+    def read(tensor: Tensor) -> Tensor:
+        is_mapped = any(begin <= tensor.data_ptr() < end for begin, end in files)
+        return tensor.clone() if is_mapped else tensor
+
     for state in optimizer.state.values():
-        state.update(tree_map_only(Tensor, Tensor.clone, state))
+        state.update(tree_map_only(Tensor, read, state))
 
 
 def _local(path: str | Path) -> Path | None:

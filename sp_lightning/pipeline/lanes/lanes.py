@@ -188,8 +188,8 @@ class Job(Ticket):
         """Whether all tickets before it are done."""
         return all(ticket.done for ticket in self.after)
 
-    def run(self, failed: BaseException | None = None) -> None:
-        """Run the job in this thread; `failed` is the error with which the thread has started, if it has."""
+    def run(self, failed: BaseException | None = None) -> Job:
+        """Run the job in this thread, and return it; `failed` is the error with which the thread has started."""
         try:
             if failed is not None:
                 raise failed
@@ -204,6 +204,7 @@ class Job(Ticket):
         except BaseException as error:
             self.error = self.error or error
         self.finish()
+        return self
 
     def _await_earlier(self) -> None:
         # This is a function of its own: a variable of `run` would keep the last ticket, and device memory, too long.

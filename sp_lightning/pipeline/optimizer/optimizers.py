@@ -195,6 +195,19 @@ class Optimizers:
             drive.check()
             drive.places.check(optimizer, self._steps.fused)
 
+    def place_state(self, optimizer: Optimizer) -> None:
+        """Have state on the drive as far as it belongs there: for a checkpoint to be loaded into it, or that was."""
+        drive = self._steps.drive
+        if drive is not None and not self._is_follower:
+            with self._at_work:
+                step = Step(optimizer, self._weights_of(optimizer), self._steps.fused)
+                gradients = step.optimizer_weights.gradients
+                coming = sum(gradient.weight.nbytes for gradient in gradients if gradient.tensor is None)
+                for gradient in gradients:
+                    state = optimizer.state.get(gradient.weight.master, {})
+                    if drive.places.bring(step, {gradient: state}, drive.settle, coming):
+                        optimizer.state[gradient.weight.master] = state
+
     @property
     def _is_follower(self) -> bool:
         """Whether another process of this machine steps the weights, for all of them."""

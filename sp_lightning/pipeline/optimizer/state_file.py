@@ -7,7 +7,6 @@ users who read `optimizer.state`. Linux keeps both views of a file alike.
 
 from __future__ import annotations
 
-import errno
 import math
 import mmap
 import os
@@ -35,9 +34,8 @@ from sp_lightning.pipeline.weights.weight import Weight
 PAGE = 4096
 """Requests past the cache need memory, offsets and sizes that are multiples of this."""
 
-_IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
-_OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs")
-_NOT_DRIVES = {**dict.fromkeys(_IN_RAM, "in CPU memory"), **dict.fromkeys(_OVER_NETWORK, "over a network")}
+# file systems in CPU memory, and those of other machines
+_NOT_DRIVES = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs")
 SHARE_OF_FREE_RAM = 0.8
 """The part of free RAM that state may take; programs, loaders and gradients on their way take more with time."""
 
@@ -56,7 +54,7 @@ def check_folder(folder: str) -> None:
     kind = _type_of_file_system(device)
     if kind in _NOT_DRIVES:
         raise ValueError(
-            f"`nvme_path={folder!r}` is {kind}, {_NOT_DRIVES[kind]}. Name a folder on a drive of this machine."
+            f"`nvme_path={folder!r}` is {kind}, in CPU memory or on another machine. Name one on a drive of this one."
         )
     if device == os.stat("/").st_dev:
         warnings.warn(
@@ -82,7 +80,7 @@ def _type_of_file_system(device: int) -> str:
 
 
 class StateFile:
-    """A file of a fixed size, filled with zeros, and its map.
+    """A file of a fixed size, filled with zeros, and its map, `bytes`.
 
     Args:
         folder: The folder whose drive has it.
@@ -100,7 +98,7 @@ class StateFile:
             found = os.fstatvfs(self.fd)
             free = found.f_bavail * found.f_frsize
             if nbytes > free:  # or the attempt would fill the drive
-                raise OSError(errno.ENOSPC, f"{readable_bytes(free)} are free")
+                raise OSError(0, f"{readable_bytes(free)} are free")
             # where a file system cannot reserve room, the C library writes zeros
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
@@ -119,23 +117,18 @@ class StateFile:
             )
         self._pages = mmap.mmap(self.fd, nbytes)
         with torch.inference_mode(False):
-            self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._begin = self._bytes.data_ptr()
+            self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
 
     def offset_of(self, tensor: Tensor) -> int:
         """Return where a tensor in the map lies in the file."""
-        return tensor.data_ptr() - self._begin
-
-    def view(self, offset: int, like: Tensor) -> Tensor:
-        """Return the tensor at this place, of the shape and dtype of another one; it keeps the map."""
-        return tensor_in(self._bytes, offset, like, like.dtype)
+        return tensor.data_ptr() - self.bytes.data_ptr()
 
     def move(self, is_read: bool, memory: memoryview, offset: int) -> None:
         """Read whole pages from a place in the file into memory, or write them there."""
         while memory:
             moved = (os.preadv if is_read else os.pwritev)(self.fd, [memory], offset)
             if not moved:
-                raise OSError(errno.EIO, "the file has ended")
+                raise OSError(0, "the file has ended")
             memory, offset = memory[moved:], offset + moved
 
     def write_back(self, tensor: Tensor) -> None:
@@ -190,16 +183,16 @@ class StatePlaces:
         return {place.unit for place in places}, sum(_nbytes(place.state) for place in places)
 
     def bring(
-        self, step: Step, states: Mapping[Gradient, dict[str, Any]], settle: Callable[[], None]
+        self, step: Step, states: Mapping[Gradient, dict[str, Any]], settle: Callable[[], None], coming: int = 0
     ) -> dict[int, StateFile]:
         """Have the state of a unit's weights in its places; return the file of each by the state's identity.
 
-        The state is made if there is none. Nothing is returned unless all of it is on the drive. `settle` waits until
-        all state is in the files.
+        The state is made if there is none. Nothing is returned unless all of it is on the drive. RAM has to have room
+        for these bytes that are still `coming`. `settle` waits until all state is in the files.
         """
         places = self._places.setdefault(step.optimizer, {})
         if any(gradient.weight.master not in places for gradient in states):
-            self._decide(step, places)
+            self._decide(step, places, coming)
         if self.planned is not None:
             self._follow_plan(step, states, places, settle)
         files: dict[int, StateFile] = {}
@@ -223,7 +216,7 @@ class StatePlaces:
             files[id(state)] = place.file
         return files
 
-    def _decide(self, step: Step, places: dict[nn.Parameter, _Place | None]) -> None:
+    def _decide(self, step: Step, places: dict[nn.Parameter, _Place | None], coming: int) -> None:
         """Decide where state will lie that a step may make, and reserve room for it on the drive."""
         new = {
             gradient.weight: _state_of(step, gradient)
@@ -234,7 +227,7 @@ class StatePlaces:
         for weight, state in new.items():
             sizes[weight.unit.name] += _nbytes(state)
         free = available_host_memory()
-        chosen = spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free)
+        chosen = spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free - coming)
         reserved = self._reserved({weight: new[weight] for weight in new if weight.unit.name in chosen})
         places.update({weight.master: reserved.get(weight) for weight in new})
 
@@ -268,9 +261,10 @@ class StatePlaces:
             file, offset = StateFile(self.folder, nbytes), 0
             for weight, state in states.items():
                 places[weight] = place = _Place(weight.unit.name, file, {})
-                for name, value in _without_count(state):
-                    place.state[name] = file.view(offset, value)
-                    offset += padded(value.nbytes)
+                for name, value in state.items():
+                    if name != "step":
+                        place.state[name] = tensor_in(file.bytes, offset, value, value.dtype)
+                        offset += padded(value.nbytes)
         return places
 
 
@@ -283,13 +277,8 @@ def _state_of(step: Step, gradient: Gradient) -> dict[str, Tensor]:
     )
 
 
-def _without_count(state: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Return the tensors of state, except for the count of steps."""
-    return [(name, value) for name, value in state.items() if name != "step"]
-
-
 def _nbytes(state: Mapping[str, Tensor]) -> int:
-    return sum(padded(value.nbytes) for _, value in _without_count(state))
+    return sum(padded(value.nbytes) for value in state.values())
 
 
 def spread(sizes: Mapping[str, int], room: float) -> set[str]:

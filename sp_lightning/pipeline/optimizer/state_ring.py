@@ -89,7 +89,6 @@ class _Buffer:
 
     def __init__(self, backend: Backend) -> None:
         self.memory = HostBuffer(BUFFER, backend, pin=False).bytes
-        self.pages = self.memory.numpy().data
         self.ticket: Ticket = backend.computed()  # the last request
 
     def step(self, passes: Sequence[Pass]) -> None:
@@ -133,38 +132,34 @@ class StateRing:
             while self._coming and self._coming[0].job is not job:  # it has failed before its update
                 self._coming.popleft()
             if job.rank >= 0:
-                self._begin(job)
+                self._reading = job
             self._read_ahead()
             while self._coming and self._coming[0].job is job:
                 buffer = self._coming.popleft()
                 buffer.ticket.join()
                 update = Job(partial(buffer.step, passes))
-                self._backend.trace.work(Kind.STEP, job.unit.name, update, _run_here).join()
+                self._backend.trace.work(Kind.STEP, job.unit.name, update, Job.run).join()
                 self._request(Kind.WRITE, buffer, job.unit.name)
                 self._read_ahead()
         except BaseException as error:
             self._error = self._error or error
             raise
 
-    def _begin(self, job: UnitOnDrive) -> None:
-        """Read the pieces of a job next, and have it run next."""
-        job.rank = next(self._ranks)
-        self._reading = job
-
     def _read_ahead(self) -> None:
         """Ask for the next pieces, see [Note: order on the drive]."""
         while len(self._coming) < BUFFERS and self._reading is not None:
-            piece = next(self._reading.pieces, None)
+            job = self._reading
+            if job.rank >= 0:
+                job.rank = next(self._ranks)
+            piece = next(job.pieces, None)
             if piece is None:
                 ready = self.worker.ready_jobs()
                 later = [job for job in ready if isinstance(job, UnitOnDrive) and job.rank >= 0]
                 self._reading = min(later, key=attrgetter("rank"), default=None)
-                if self._reading is not None:
-                    self._begin(self._reading)
                 continue
             buffer = next(self._turns)
-            buffer.job, buffer.unit, buffer.piece = self._reading, self._reading.unit, piece
-            self._request(Kind.READ, buffer, self._reading.unit.name)
+            buffer.job, buffer.unit, buffer.piece = job, job.unit, piece
+            self._request(Kind.READ, buffer, job.unit.name)
             self._coming.append(buffer)
 
     def _request(self, kind: Kind, buffer: _Buffer, name: str) -> None:
@@ -182,7 +177,7 @@ class StateRing:
         is_read = kind is Kind.READ
         if is_read:
             self._backend.invalidate(buffer.memory)
-        pages = buffer.pages
+        pages = buffer.memory.numpy().data
         try:
             for tensor in piece.state.values():
                 nbytes = padded(tensor.nbytes)
@@ -207,8 +202,3 @@ class StateRing:
                 f"An update with state in `nvme_path={self.places.folder!r}` has failed: {self._error} Weights "
                 "and state do not belong together any more, and are not saved. Continue from the last checkpoint."
             ) from self._error
-
-
-def _run_here(job: Job) -> Job:
-    job.run()
-    return job

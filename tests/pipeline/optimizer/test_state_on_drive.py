@@ -26,6 +26,7 @@ from sp_lightning.pipeline import HostBackend, Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.optimizer import state_file, state_ring
 
+from ...helpers import ram_is_full
 from ...planning.parts import Fixed, Make, train_placed
 from ...zoo.blocks import chain
 from .parts import X, everything, same
@@ -41,12 +42,12 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.fixture(autouse=True)
-def no_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RAM has no room for state, any folder is on a drive, and a wide block takes several pieces."""
-    monkeypatch.setattr(state_file, "available_host_memory", lambda: 0)
-    monkeypatch.setattr(state_file, "_type_of_file_system", lambda device: "ext4")
+def no_ram(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """RAM has no room for state, and a wide block takes several pieces."""
     monkeypatch.setattr(state_ring, "BUFFER", 3 << 19)
     monkeypatch.setattr(state_ring, "BUFFERS", 3)
+    with ram_is_full():
+        yield
 
 
 def on_drive(make: Make, **options: Any) -> tuple[dict[str, Any], Any]:
@@ -123,7 +124,7 @@ def test_training_resumes_with_and_without_a_drive(name: str) -> None:
 
 def test_as_little_as_possible_is_on_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second unit, if RAM has room for half of the state; state in RAM is updated as ever."""
-    of_unit = 2 * 4 * state_file.PAGE  # codes and scales of weight and bias
+    of_unit = 2 * 5 * state_file.PAGE  # the count of steps, codes and scales, of weight and bias
     monkeypatch.setattr(state_file, "available_host_memory", lambda: 2 * of_unit / state_file.SHARE_OF_FREE_RAM)
     ends = []
     for path in (None, "."):
@@ -133,7 +134,7 @@ def test_as_little_as_possible_is_on_the_drive(monkeypatch: pytest.MonkeyPatch) 
             ends.append(everything(model, optimizer))
             if path is not None:
                 units, nbytes = pipeline.summary().on_drive
-                assert (units, nbytes) == (2, 2 * of_unit)
+                assert (units, nbytes) == (2, 2 * 2 * 4 * state_file.PAGE)
                 assert pipeline.stats.bytes_to_drive == 3 * nbytes
                 assert f"state of {units} of 4 units is on the drive" in str(pipeline.summary())
     assert same(*ends)
@@ -233,8 +234,8 @@ def failing(number: int, message: str = "the drive's words") -> Callable[..., An
 
 FOLDERS: dict[str, tuple[Any, str, Any, str]] = {
     "read-only": (tempfile, "TemporaryFile", failing(errno.EROFS, "read-only"), "no file can be made there: read-only"),
-    "tmpfs": (state_file, "_type_of_file_system", lambda _: "tmpfs", "is tmpfs, in CPU memory"),
-    "network": (state_file, "_type_of_file_system", lambda _: "nfs4", "is nfs4, over a network"),
+    "tmpfs": (state_file, "_type_of_file_system", lambda _: "tmpfs", "is tmpfs, in CPU memory or on"),
+    "network": (state_file, "_type_of_file_system", lambda _: "nfs4", "is nfs4, in CPU memory or on another machine"),
     "other system": (state_file.os, "O_DIRECT", None, "needs Linux"),
 }
 
