@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -106,7 +105,7 @@ _ADAPTORS = {
 """The top package of a namespace -> the modules that register a strategy there when they are imported."""
 
 
-class _RegisteringFinder(MetaPathFinder):
+class _RegisteringFinder:
     """Finds the namespaces of Lightning before all others do, for a program that imports them after this package."""
 
     def find_spec(

@@ -11,16 +11,17 @@ import copy
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from sp_lightning.check_program.compare import relative_difference
 from sp_lightning.optim import AdamW
 from sp_lightning.optim.of_torch import has_torchs_bits
 from sp_lightning.pipeline import Engine, Pipeline, PipelineOptions, Planner, WindowPlan, readable_bytes
@@ -60,14 +61,14 @@ class _Trained(NamedTuple):
 
 def check(device: torch.device) -> bool:
     """Print a line for each way, and one to paste into an issue; tell whether all of them train as plain training."""
-    on_cpu = {"k": 2, "optimizer_on": "host"}
-    ways: dict[str, dict[str, Any]] = {
+    anywhere, on_cpu = PipelineOptions(), PipelineOptions(k=2, optimizer_on="host")
+    ways = {
         "updated on the CPU": on_cpu,
-        "recomputed": {**on_cpu, "activations": "recompute"},
-        "offloaded": {**on_cpu, "activations": "offload"},
-        _ON_GPU: {},
-        _STAYS: {},
-        "automatic": {},
+        "recomputed": replace(on_cpu, activations="recompute"),
+        "offloaded": replace(on_cpu, activations="offload"),
+        _ON_GPU: anywhere,
+        _STAYS: anywhere,
+        "automatic": anywhere,
     }
     wrong: list[str] = []
     right = skipped = 0
@@ -81,7 +82,7 @@ def check(device: torch.device) -> bool:
                 continue
             places = way in (_ON_GPU, _STAYS)
             planner = _Placed(way == _ON_GPU) if places else AutoPlanner()
-            streamed = _train(device, precision, PipelineOptions(**options), planner)
+            streamed = _train(device, precision, options, planner)
             is_right, verdict = _judge(plain, streamed, device, places)
             right += is_right
             if not is_right:
@@ -169,9 +170,7 @@ def _judge(plain: _Trained, streamed: _Trained, device: torch.device, places: bo
     if places and not streamed.placed:
         return False, "NO UNIT WAS THERE"
     same = len(plain.first) == len(streamed.first) and all(map(torch.equal, plain.first, streamed.first))
-    pairs = zip(plain.weights, streamed.weights, strict=True)
-    # this is torch's maximum, which treats NaN as the largest
-    apart = float(torch.stack([(one - other).abs().max() / one.abs().max() for one, other in pairs]).max())
-    if not same or not apart <= (0 if device.type == "cpu" else _ROUNDING):
+    apart = max(map(relative_difference, plain.weights, streamed.weights))
+    if not same or apart > (0 if device.type == "cpu" else _ROUNDING):
         return False, "OTHER NUMBERS"
     return True, f"AdamW's rounding, {apart:.0e}" if apart else "same bits"

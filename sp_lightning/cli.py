@@ -191,7 +191,7 @@ def _plan(arguments: Sequence[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--model", *arguments]
     # dashes are underscores in names
-    arguments = [re.sub(r"^--[\w.-]+", lambda name: "--" + name[0][2:].replace("-", "_"), each) for each in arguments]
+    arguments = [re.sub(r"(?<=^--)[\w.-]+", lambda name: name[0].replace("-", "_"), each) for each in arguments]
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     peek.add_argument("--model", default="")
     name: str = peek.parse_known_args(arguments)[0].model
@@ -233,10 +233,9 @@ def _plan(arguments: Sequence[str]) -> None:
     on = f" on {gpu}" if options.gpu else ""
     if not name:
         if not (options.gpu or options.device_memory or found):
-            hint = (
-                f"such as `{PROGRAM} plan --gpu 4090 --host-memory 64GiB`, or a model, as in `{PROGRAM} plan Qwen3-8B`"
-            )
-            raise argparse.ArgumentError(None, f"this machine has no GPU. Name one, {hint}")
+            hint = f"Name one, such as `{PROGRAM} plan --gpu 4090 --host-memory 64GiB`"
+            other = f"or a model, as in `{PROGRAM} plan Qwen3-8B`"
+            raise argparse.ArgumentError(None, f"this machine has no GPU. {hint}, {other}")
         _print_offers(given, gpu or found or "A GPU", options.json)
         return
     module = _module(name, parser, options) if is_class else named_model(name)
@@ -265,7 +264,8 @@ def _print_offers(given: Assumptions, gpu: str, as_json: bool) -> None:
         say(offer)
         if offer.row.step is not None:
             commands.append(f"    {PROGRAM} {offer.command}")
-    say("\n".join(["", textwrap.fill(f"Assumed: {given}", 110), "", "Type one of these, with your data:", *commands]))
+    assumed = textwrap.fill(f"Assumed: {given}", 110)
+    say("", assumed, "", "Type one of these, with your data:", *commands, sep="\n")
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -281,11 +281,11 @@ def _as_json(report: Report) -> dict[str, Any]:
 def _row(row: Row) -> dict[str, Any]:
     given = {**asdict(row.given), "device_bytes": row.given.device_bytes, "host_bytes": row.given.host_bytes}
     step = row.step
+    answer = {"given": given, "fits": step is not None}
     if step is None:
-        return {"given": given, "fits": False, "missing": row.missing()}
+        return {**answer, "missing": row.missing()}
     return {
-        "given": given,
-        "fits": True,
+        **answer,
         "device_bytes": step.device_bytes,
         "host_bytes": step.host_bytes,
         "checkpoint_bytes": row.checkpoint_bytes,
@@ -357,9 +357,7 @@ def _module(name: str, parser: ArgumentParser, options: Any) -> nn.Module:
         with torch.device("meta"):
             module: nn.Module = parser.instantiate(options).model
             # LightningModules may build their layers there
-            configure_model = getattr(module, "configure_model", None)
-            if configure_model is not None:
-                configure_model()
+            getattr(module, "configure_model", lambda: None)()
     except Exception as error:
         reason = " ".join(str(cause_of(error) or error).split())
         raise argparse.ArgumentError(None, f"model: {name} cannot be built: {reason}") from error

@@ -234,8 +234,7 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         may_wait = have_limits and not self.is_distributed and why_not_by_unit(optimizer) is None
         for model in self._models_of(optimizer):
             model.pipeline.optimizers.check_drive(optimizer)
-        has_drive = self.options.nvme_path is not None
-        room = room_for_gradients([optimizer], may_wait, self.lightning, has_drive=has_drive)
+        room = room_for_gradients([optimizer], may_wait, self.lightning, has_drive=self.options.nvme_path is not None)
         for pipeline in self.pipelines:
             pipeline.waiting.limit(room)
         return optimizer
@@ -274,16 +273,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         return models[0].pipeline.optimizers.clipping if len(models) == 1 else None
 
     @override
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
-        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        return norm.to(self.root_device)
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().clip_gradients_norm(*args, **kwargs).to(self.root_device)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -77,16 +77,15 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        trainer = self._trainer
+        trainer = self._module.trainer
         if self.meetings.processes is None:
             self.meetings = Meetings(self.processes_of_a_model())
-            if self.meetings.processes is not None and trainer is not None:
+            if self.meetings.processes is not None:
                 meet_before_hooks(trainer, self.lightning)
-        if trainer is not None:
-            keep_averages_on_host(trainer, self.meetings.follows, self.lightning)
-            # on the CPU, plain training trains the originals as well, which several processes cannot share
-            if self.root_device.type != "cpu" or self.is_distributed:
-                copy_pruned_originals(trainer, self.lightning)
+        keep_averages_on_host(trainer, self.meetings.follows, self.lightning)
+        # on the CPU, plain training trains the originals as well, which several processes cannot share
+        if self.root_device.type != "cpu" or self.is_distributed:
+            copy_pruned_originals(trainer, self.lightning)
 
     @contextmanager
     @override
@@ -119,25 +118,24 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if fitting:
             with nullcontext() if self.pipeline is None else self.pipeline.plain_classes():
                 self.setup_optimizers(trainer)
-            self._check_host_memory(trainer.accumulate_grad_batches)
+            if self.pipeline is not None:
+                self._check_host_memory(self.pipeline, trainer.accumulate_grad_batches)
         self.setup_precision_plugin()
         self.narrator.begin(trainer, self.pipeline, list(map(str, self._plans())))
 
-    def _check_host_memory(self, micro_steps: int) -> None:
+    def _check_host_memory(self, pipeline: Pipeline, micro_steps: int) -> None:
         """Check that the first step will fit host memory; gradients may have to wait, or units to stay, on the device.
 
         Raises:
             MisconfigurationException: It will not.
         """
-        pipeline, plans = self.pipeline, self._plans()
+        plans = self._plans()
         each_is_stepped = not self.is_distributed and micro_steps == 1
         gradients_pass = each_is_stepped and all(plan.gradients_pass for plan in plans)
-        has_limit = pipeline is not None and pipeline.budget is not None
         nobody_looks = all(plan.gradients_may_wait for plan in plans)
-        some_wait = has_limit and nobody_looks and not self.is_distributed
-        if pipeline is not None:
-            for optimizer in self.optimizers:
-                pipeline.optimizers.check_drive(optimizer)
+        some_wait = pipeline.budget is not None and nobody_looks and not self.is_distributed
+        for optimizer in self.optimizers:
+            pipeline.optimizers.check_drive(optimizer)
         room = room_for_gradients(
             self.optimizers,
             some_wait,
@@ -146,8 +144,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             has_drive=self.options.nvme_path is not None,
             or_else=partial(keep_units_on_device, pipeline, self.optimizers, gradients_pass, some_wait, micro_steps),
         )
-        if pipeline is not None:
-            pipeline.waiting.limit(room)
+        pipeline.waiting.limit(room)
 
     @override
     def model_to_device(self) -> None:
@@ -170,39 +167,23 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         """Return the planner that chooses the places of units, and the policies for activations."""
         return AutoPlanner(self.narrator.measured)
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step(evaluates=False):
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step(evaluates=True):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step(evaluates=True):
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step(evaluates=True):
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _step(self, evaluates: bool) -> Iterator[None]:
-        pipeline = self.pipeline
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run Lightning's own step of this name, as a step of the engine."""
+        step, pipeline = getattr(super(), name), self.pipeline
         if pipeline is None:
-            yield
-            return
+            return step(*args, **kwargs)
         self.meetings.begin_step(pipeline)
         with (
-            self.meetings.evaluating() if evaluates else nullcontext(),
+            nullcontext() if name == "training_step" else self.meetings.evaluating(),
             out_of_memory_explained(pipeline, trains=torch.is_grad_enabled()),
             pipeline.step(),
         ):
-            yield
+            return step(*args, **kwargs)
+
+    training_step = partialmethod(_step, "training_step")
+    validation_step = partialmethod(_step, "validation_step")
+    test_step = partialmethod(_step, "test_step")
+    predict_step = partialmethod(_step, "predict_step")
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

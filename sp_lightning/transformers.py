@@ -75,10 +75,9 @@ class SuperpipelineTrainerMixin:
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a class in which the Trainer's methods come first, as nothing would stream."""
         super().__init_subclass__(**options)
-        order = cls.__mro__
-        others = [kind for kind in order if not issubclass(kind, SuperpipelineTrainerMixin)]
-        trainers = [kind for kind in others if "create_accelerator_and_postprocess" in vars(kind)]
-        if trainers and order.index(trainers[-1]) < order.index(SuperpipelineTrainerMixin):
+        makers = [kind for kind in cls.__mro__ if "create_accelerator_and_postprocess" in vars(kind)]
+        has_trainer = not all(issubclass(kind, SuperpipelineTrainerMixin) for kind in makers)
+        if has_trainer and makers[-1] is SuperpipelineTrainerMixin:
             bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise TypeError(
                 f"{cls.__name__}({bases}) would not stream, because SuperpipelineTrainerMixin comes "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sp_lightning.callback import CallbackMixin
-from sp_lightning.check_program.observer import HOOKS, Observer
+from sp_lightning.check_program.observer import Observer
 from sp_lightning.check_program.ways import PlacedStrategy, Way
 from sp_lightning.lightning_cli import STRATEGIES, arguments_of_cli, command_line
 from sp_lightning.pipeline import PipelineOptions
@@ -79,7 +79,11 @@ class ConfiguredProgram:
     def train(self, observer: Observer, way: Way | None, reads_gradients: bool) -> None:
         """Train the program, plainly if there is no way to stream it."""
         cli = self._cli
-        strategy = "auto" if way is None else self._strategy(way, reads_gradients)
+        strategy: Any = "auto"
+        if way is not None:
+            placed = {"way": way, "reads_gradients": reads_gradients}
+            bases = (PlacedStrategy, self._strategy_class)
+            strategy = type("PlacedStrategy", bases, placed)(**vars(way.options))
         cli.given = {"strategy": strategy, "fast_dev_run": self._batches, **self._on_device}
         with _quiet():
             import_module(self._namespace).seed_everything(self._seed, workers=True, verbose=False)
@@ -88,8 +92,13 @@ class ConfiguredProgram:
             callbacks = import_module(f"{self._namespace}.callbacks")
             shown = (callbacks.ProgressBar, callbacks.ModelSummary, CallbackMixin)
             kept = [callback for callback in trainer.callbacks if not isinstance(callback, shown)]
-            hooks = {name: getattr(observer, name) for name in HOOKS}
-            trainer.callbacks = [*kept, callbacks.LambdaCallback(**hooks)]
+            observing = callbacks.LambdaCallback(
+                on_train_batch_start=observer.on_train_batch_start,
+                on_before_optimizer_step=observer.on_before_optimizer_step,
+                on_train_batch_end=observer.on_train_batch_end,
+                on_train_end=observer.on_train_end,
+            )
+            trainer.callbacks = [*kept, observing]
             try:
                 trainer.fit(cli.model, datamodule=cli.datamodule)
             finally:
@@ -99,13 +108,6 @@ class ConfiguredProgram:
         """Let go of all built objects: the next run needs the memory."""
         cli = self._cli
         cli.model = cli.datamodule = cli.trainer = cli.config_init = None
-
-    def _strategy(self, way: Way, reads_gradients: bool) -> PlacedStrategy:
-        """Return our strategy of the namespace, which streams in one way."""
-        placed = {"way": way, "reads_gradients": reads_gradients}
-        bases = (PlacedStrategy, self._strategy_class)
-        strategy: PlacedStrategy = type("PlacedStrategy", bases, placed)(**vars(way.options))
-        return strategy
 
 
 def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
@@ -126,16 +128,12 @@ def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
     return BuildingCLI
 
 
-@contextlib.contextmanager
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Hide what programs and Lightning print, for a program runs two dozen times."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, _LOGGERS)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+    with ExitStack() as restored, warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in map(logging.getLogger, _LOGGERS):
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield

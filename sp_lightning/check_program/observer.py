@@ -66,15 +66,6 @@ class Trace:
     weight_bytes: int = 0  # of all weights, with the gaps that may be between them
     counts: Counts | None = None  # counts of the engine's work; None in plain training
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Forget some numbers, at all moments."""
-        for noted in (self.digests, self.values):
-            for label in [label for label in noted if label.what in names]:
-                del noted[label]
-
-
-HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
-
 
 class Observer:
     """The hooks of a callback that write down the numbers of a run.
@@ -84,12 +75,14 @@ class Observer:
     Args:
         look: How closely to look.
         keep: The labels whose values are kept in addition to their digests.
+        left_out: The numbers that are not noted, at any moment.
     """
 
-    def __init__(self, look: Look, keep: Collection[Label] = ()) -> None:
+    def __init__(self, look: Look, keep: Collection[Label], left_out: Collection[str]) -> None:
         self.trace = Trace()
         self._look = look
         self._keep = keep
+        self._left_out = left_out
         self._batches = 0
         self._updates = 0
 
@@ -147,6 +140,8 @@ class Observer:
             self._note(Label(what, which, must_repeat), tensor)
 
     def _note(self, label: Label, value: Tensor | None) -> None:
+        if label.what in self._left_out:
+            return
         self.trace.digests[label] = "none" if value is None else digest(value)
         if label in self._keep:
             self.trace.values[label] = None if value is None else value.detach().to("cpu", copy=True)
@@ -157,7 +152,7 @@ def digest(tensor: Tensor) -> str:
     """Return a text that is the same for tensors with the same numbers; -0 is 0, and NaN is NaN."""
     noted = hashlib.blake2b(digest_size=16)
     for part in parts_of(tensor.detach()):
-        on_host = part.detach().to("cpu").contiguous()
+        on_host = part.to("cpu").contiguous()
         noted.update(f"{on_host.dtype} {tuple(on_host.shape)}".encode())
         if on_host.is_floating_point():
             on_host = (on_host + 0.0).masked_fill_(on_host.isnan(), torch.nan)

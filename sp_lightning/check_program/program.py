@@ -80,7 +80,6 @@ class ProgramCheck:
             )
         self._plain.values = again.values
         self._left_out = list(dict.fromkeys(label.what for label in changes))
-        self._plain.leave_out(self._left_out)
         same = f"the same numbers in {self._plain.steps} steps"
         say(f"{self._program.name}, plain training, twice: {same}")
         if self._left_out:
@@ -98,9 +97,8 @@ class ProgramCheck:
         return True, outcome
 
     def _train(self, way: Way | None, look: Look, keep: Collection[Label] = ()) -> Trace:
-        observer = Observer(look, keep)
+        observer = Observer(look, keep, self._left_out)
         self._program.train(observer, way, reads_gradients=look is Look.GRADIENTS)
-        observer.trace.leave_out(self._left_out)
         return observer.trace
 
     def _train_plainly(self) -> Trace:

@@ -124,28 +124,26 @@ def noise(key: Any, i: Any) -> Any:
 
 
 @jit
-def load(array: Any, width: Any, i: Any) -> Any:
+def load(array: Any, i: Any) -> Any:
     """Read a number in fp32 or bf16."""
-    if width == 4:
+    if array.itemsize == 4:
         return F32(array[i])
     return float_of(U32(array[i]) << U32(16))
 
 
 @jit
-def store(array: Any, width: Any, i: Any, value: Any) -> Any:
+def store(array: Any, i: Any, value: Any) -> Any:
     """Write a number in fp32, or in bf16, rounded to the nearest."""
-    if width == 4:
+    if array.itemsize == 4:
         array[i] = F32(value)
     else:
         array[i] = U16(nearest(value) >> U32(16))
 
 
 @jit
-def scaled(g: Any, scaling: Scaling, is_scaled: Any, in_bf16: Any) -> Any:
+def scaled(g: Any, scaling: Scaling, in_bf16: Any) -> Any:
     """Scale a gradient, each operation rounded by itself, as torch does in passes of their own."""
-    if is_scaled:
-        g = _times(_times(g, scaling.factor, in_bf16), scaling.then, in_bf16)
-    return g
+    return _times(_times(g, scaling.factor, in_bf16), scaling.then, in_bf16)
 
 
 @jit
@@ -158,7 +156,7 @@ def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
 def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
     """Read a master; `was_up`, 0 or 1, tells how a tie was rounded."""
     if kind.low == 0:
-        return load(memory.weight, kind.weight, i)
+        return load(memory.weight, i)
     low = I32(memory.low[i])  # negative if it was rounded up, as a tie is to be then
     above = U32(1) if low < I32(I32(-0x7FFF) - I32(was_up)) else U32(0)
     high = U32(U32(memory.weight[i]) + above)
@@ -169,7 +167,7 @@ def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
 def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any) -> Any:
     """Write a master. Return 1 if it lay in the middle and was rounded up, which only a sign bit can tell."""
     if kind.low == 0:
-        store(memory.weight, kind.weight, i, p)
+        store(memory.weight, i, p)
         return U32(0)
     bits = plain_bits(p)
     memory.low[i] = I16(bits)

@@ -89,14 +89,15 @@ def _step_block(
     v_scale = memory.second_scale[0] if kind.is_coded and has_second else F32(0)
     has_ties = has_second and not kind.is_coded  # see [Note: ties]
     for i in range(size):
-        g = load(memory.gradient, kind.gradient, i)
-        g = scaled(g, scaling, kind.is_scaled, kind.weight == 2 and kind.gradient == 2)
+        g = load(memory.gradient, i)
+        if kind.is_scaled:
+            g = scaled(g, scaling, kind.weight == 2 and kind.gradient == 2)
         if kind.is_coded:
             m = decode_signed(memory.first[i], m_scale)
             v = decode_positive(memory.second[i], v_scale) if has_second else F32(0)
         else:
-            m = load(memory.first, kind.first, i)
-            v = load(memory.second, kind.second, i) if has_second else F32(0)
+            m = load(memory.first, i)
+            v = load(memory.second, i) if has_second else F32(0)
         was_up = U32(bits_of(v) >> U32(31)) if has_ties else U32(1)
         v = abs(v)
         p = load_weight(kind, memory, i, was_up)
@@ -106,15 +107,15 @@ def _step_block(
             p, m = _lion(rule, p, g, m)
         up = store_weight(kind, memory, i, p, has_ties)
         if kind.copy > 0:
-            store(memory.copy, kind.copy, i, p)
+            store(memory.copy, i, p)
         if kind.is_coded:
             # moments to be packed are staged, because their scale is known only with the whole group
             staged[0][i] = m
             staged[1][i] = np.sqrt(v)  # the update has computed this root already
         else:
-            store(memory.first, kind.first, i, m)
+            store(memory.first, i, m)
             if has_second:
-                store(memory.second, kind.second, i, float_of(bits_of(v) | U32(up << U32(31))))
+                store(memory.second, i, float_of(bits_of(v) | U32(up << U32(31))))
     if kind.is_coded:
         pack(kind, memory, staged, size, key)
 

@@ -97,8 +97,3 @@ def lies_like(tensor: Tensor, like: Tensor) -> bool:
 def flat(tensor: Tensor) -> Tensor:
     """Return all elements of a tensor without gaps, in their order in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def laid_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor in the layout of `like`, which has the same shape: the tensor itself, or a copy."""
-    return tensor if lies_like(tensor, like) else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

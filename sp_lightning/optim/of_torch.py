@@ -38,23 +38,25 @@ _SIZES = (5, 13, 1024, 4096 + 5, 4096 + 13)  # with all kinds of rests after who
 
 
 class OnePass:
-    """Steps weights of one param group, each in one pass over its memory."""
+    """Steps weights of one param group, each in one pass over its memory.
+
+    Attributes:
+        is_possible: Whether it can step weights at all; the optimizer's own code steps them otherwise.
+    """
+
+    _update: Update
 
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._is_torchs = type(optimizer) in _OF_TORCH
-        # None where steps are left to the optimizer's own code
-        self._update: Update | None = None
+        self.is_possible = True
         if isinstance(optimizer, AdamW):
             self._update = optimizer.update
         elif self._is_torchs and _is_plain(optimizer, settings):
             # this option decides how torch's Adam and AdamW decay weights, and not the class
             self._update = AdamW.update if settings["decoupled_weight_decay"] else Adam.update
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether it can step weights at all."""
-        return self._update is not None
+        else:
+            self.is_possible = False
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch.
@@ -63,7 +65,7 @@ class OnePass:
         """
         weight, gradient, state, copy, scaling, _ = work
         dtype = weight.dtype
-        if self._update is None or scaling is None or not fills_memory(weight):
+        if not self.is_possible or scaling is None or not fills_memory(weight):
             return False
         if gradient is not None and not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
@@ -72,13 +74,11 @@ class OnePass:
             return False
         if not self._is_torchs:
             return True
-        moments = [state.get(name) for name in MOMENT_NAMES]
-        lie_alike = all(_lies_like(weight, moment, dtype) for moment in moments)
+        lie_alike = all(_lies_like(weight, state.get(name), dtype) for name in MOMENT_NAMES)
         return lie_alike and has_torchs_bits(self._update, dtype)
 
     def make_state(self, weight: Tensor) -> State:
         """Return the state of a weight before its first step, on its device."""
-        assert self._update is not None
         if not self._is_torchs:
             return make_state(weight, self._settings, self._update.moments)
         step = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -86,14 +86,12 @@ class OnePass:
 
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""
-        assert self._update is not None
         passes = passes_of(self._update, self._in_group(works))
         count(works)
         return passes
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
-        assert self._update is not None
         step_weights(self._update, self._in_group(works))
 
     def _in_group(self, works: Sequence[Work]) -> list[Work]:

@@ -144,9 +144,9 @@ def _may_be_compiled(step: Pass) -> bool:
 
 
 def _step(step: Pass) -> None:
-    has_whole_groups = step.memory.weight.numel() % GROUP == 0
+    """Run a pass over whole groups, or over a rest, which is less than a group."""
     seed = torch.tensor(step.seed - (1 << 31), dtype=torch.int32, device="cpu")
-    if has_whole_groups and _may_be_compiled(step) and run_as_one_kernel(step, seed):
+    if _may_be_compiled(step) and run_as_one_kernel(step, seed):
         return
     update = partial(step.update.by_torch, step.group, step.step)
     operate(step.memory, step.scaling, update, seed)

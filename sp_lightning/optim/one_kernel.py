@@ -16,7 +16,6 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -128,9 +127,8 @@ def _compile(
     def call(*tensors: Tensor) -> tuple[()]:
         found = iter(tensors)
         memory = Memory(*[dtype and next(found) for dtype in dtypes])
-        rule = Rule(*islice(found, len(Rule._fields)))
-        scaling = Scaling(*islice(found, len(Scaling._fields)))
-        operations(memory, scaling, partial(_update, rule), next(found))
+        *rule, factor, then, seed = found
+        operations(memory, Scaling(factor, then), partial(_update, Rule(*rule)), seed)
         return ()
 
     numbers = [torch.float32] * len(Rule._fields + Scaling._fields)

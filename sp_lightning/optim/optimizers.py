@@ -79,17 +79,16 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(p.grad.is_sparse for p in stepped):
-            raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
-        works = [
-            Work(p, p.grad, self.state[p], group=group)
+        stepped = [
+            (p, group)
             for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+            for p in group["params"] if p.grad is not None
+        ]  # fmt: skip
+        if any(p.grad.is_sparse for p, _ in stepped):
+            raise RuntimeError("A gradient is sparse. Use `Embedding(sparse=False)`, or an optimizer of torch.optim.")
+        works = [Work(p, p.grad, self.state[p], group=group) for p, group in stepped]
         step_weights(self.update, works)
-        increment_version(stepped)
+        increment_version([p for p, _ in stepped])
         return loss
 
     def compile_updates(self, device: torch.device, lowered: Collection[torch.dtype]) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from sp_lightning.optim.layout import (
     State,
     fills_memory,
     flat,
-    laid_like,
     lies_like,
     make_state,
     moment_in,
@@ -58,30 +56,22 @@ class Work(NamedTuple):
     group: dict[str, Any] = {}  # the options of its param group
 
 
-class _Batch(NamedTuple):
-    """Passes that one call of a compiled loop makes, by the same numbers; without a loop, torch's operations do."""
-
-    passes: Sequence[Pass]
-    loop: Any = None
-    rule: Rule | None = None
-
-
 def step_weights(update: Update, works: Sequence[Work]) -> None:
     """Make a step. State and kernels, which may fail, are made before the first count or weight changes."""
     if not works:
         return
     passes = passes_of(update, works)
     compile_for([step for step in passes if not step.memory.weight.is_cpu])
-    batches = _batches_of(passes)
+    calls = _calls_of(passes)
     count(works)
-    _run(passes, batches)
+    for call in calls:
+        call()
 
 
 def passes_of(update: Update, works: Sequence[Work]) -> list[Pass]:
     """Return the passes of the step that comes next; the first step makes the state of our optimizers."""
     with_state = [
-        # torch's make their state themselves
-        work if work.state or "moments" not in work.group
+        work if work.state
         else work._replace(state=make_state(work.weight, work.group, update.moments))
         for work in works
     ]  # fmt: skip
@@ -101,12 +91,12 @@ def count(works: Sequence[Work]) -> None:
 
 
 def taken(work: Work) -> tuple[Memory, Scaling]:
-    """Return the memory that a pass reads and writes, and the scaling of the gradient."""
+    """Return the memory that a pass reads and writes, and the scaling; a gradient in another layout is copied."""
     weight, gradient, state, copy, scaling, _ = work
     assert scaling is not None
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
-    if gradient is not None and gradient.shape == weight.shape:
-        gradient = laid_like(gradient, weight)
+    if gradient is not None and gradient.shape == weight.shape and not lies_like(gradient, weight):
+        gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
     memory = Memory(weight, state.get("low"), gradient, first, second, copy, first_scale, second_scale)
     _check(memory)
     return memory, scaling
@@ -132,20 +122,8 @@ def _check(memory: Memory) -> None:
 
 def run(passes: Sequence[Pass]) -> None:
     """Update weights: on the CPU by kernels, on an accelerator by torch's operations."""
-    _run(passes, _batches_of(passes))
-
-
-def _run(passes: Sequence[Pass], batches: Sequence[_Batch]) -> None:
-    for batch in batches:
-        if batch.loop is not None:
-            _run_loop(batch)
-            continue
-        for step in batch.passes:
-            step_on_device(step)
-    for step in passes:
-        weight, copy = step.memory.weight, step.memory.copy
-        if _is_fp16(copy) and weight.is_cpu:
-            copy.copy_(weight)
+    for call in _calls_of(passes):
+        call()
 
 
 def _is_fp16(tensor: Tensor | None) -> bool:
@@ -162,40 +140,56 @@ def _without_fp16(step: Pass) -> Pass:
     return step._replace(memory=step.memory._replace(gradient=gradient, copy=copy))
 
 
-def _batches_of(passes: Sequence[Pass]) -> list[_Batch]:
-    """Return batches of passes: on the CPU, of those that one call of a loop can make; the loops are compiled here."""
+def _calls_of(passes: Sequence[Pass]) -> list[Callable[[], Any]]:
+    """Return calls that update weights: on the CPU, one of a loop for all that it can; the loops are compiled here."""
     on_device = [step for step in passes if not step.memory.weight.is_cpu]
-    batches = [_Batch([step]) for step in together(on_device)]
+    on_cpu = [step for step in passes if step.memory.weight.is_cpu]
+    calls: list[Callable[[], Any]] = [partial(step_on_device, step) for step in together(on_device)]
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
     rules: dict[tuple[int, float], Rule] = {}
-    for step in [_without_fp16(step) for step in passes if step.memory.weight.is_cpu]:
+    for step in map(_without_fp16, on_cpu):
         key = id(step.group), step.step
         if key not in rules:
             rules[key] = step.update.rule(step.group, step.step)
         kind = Kind.of(rules[key], step.scaling, step.memory)
         alike.setdefault((kind, rules[key], step.scaling, step.seed), []).append(step)
-    batches += [_Batch(steps, loop_of(kind), rule) for (kind, rule, *_), steps in alike.items()]
-    return batches
+    for (kind, rule, *_), steps in alike.items():
+        loop = loop_of(kind)
+        if loop is None:
+            calls += [partial(step_on_device, step) for step in steps]
+        else:
+            calls.append(partial(_run_loop, loop, rule, steps))
+    fp16_copies = [step.memory for step in on_cpu if _is_fp16(step.memory.copy)]
+    calls += [partial(memory.copy.copy_, memory.weight) for memory in fp16_copies]
+    return calls
 
 
-def _run_loop(batch: _Batch) -> None:
-    """Update weights in one call, on as many threads as torch uses in this one."""
+def _run_loop(loop: Any, rule: Rule, passes: Sequence[Pass]) -> None:
+    """Update weights in one call, on as many threads as torch uses in this one, if numba has as many."""
+    import numba
+
     ranges = [
         (row, begin, min(begin + _RANGE, size))
-        for row, size in enumerate(step.memory.weight.numel() for step in batch.passes)
+        for row, size in enumerate(step.memory.weight.numel() for step in passes)
         for begin in range(0, size, _RANGE)
     ]
     if not ranges:
         return
     rows = [
         [*(0 if tensor is None else tensor.data_ptr() for tensor in step.memory), step.begin]
-        for step in batch.passes
+        for step in passes
     ]  # fmt: skip
     arrays = (np.array(numbers, dtype=np.int64) for numbers in (rows, ranges))
-    first = batch.passes[0]
+    first = passes[0]
     # more threads would be woken, and waited for
-    with _on_threads(min(len(ranges), torch.get_num_threads())):
-        compiled_kernels().step_ranges(batch.loop, batch.rule, first.scaling, *arrays, first.seed)
+    threads = min(len(ranges), torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    with _ONE_AT_A_TIME:
+        before = numba.get_num_threads()
+        numba.set_num_threads(threads)
+        try:
+            compiled_kernels().step_ranges(loop, rule, first.scaling, *arrays, first.seed)
+        finally:
+            numba.set_num_threads(before)
 
 
 @cache
@@ -214,12 +208,19 @@ def loop_of(kind: Kind) -> Any:
 
 @cache
 def compiled_kernels() -> Any:
-    """Return the module of kernels, or None if numba is missing or cannot compile it."""
+    """Return the module of kernels, or None if numba is missing or cannot compile it.
+
+    Before it is compiled, which would start numba's threads, a thread that ends starts them. The one that does gets
+    their number for torch, too: it is OpenMP's, and OpenMP is torch's own. With another number, torch's sums would have
+    other bits.
+    """
     cannot = "be imported", "pip install 'sp-lightning[fast]'"
     try:
-        import_module("numba")  # it takes its time
+        numba = import_module("numba")  # it takes its time
         cannot = _CANNOT_COMPILE
-        _start_threads()  # here, or to compile for them would start them
+        starter = threading.Thread(target=numba.get_num_threads)
+        starter.start()
+        starter.join()
         return import_module("sp_lightning.optim.kernels")
     # numba refuses versions of numpy and of Python by exceptions of several classes
     except Exception as error:
@@ -240,45 +241,13 @@ def _warn_that_torch_updates(what: str, remedy: str, reason: str) -> None:
     )
 
 
-@contextmanager
-def _on_threads(count: int) -> Iterator[None]:
-    """Have kernels run on this many threads in the scope, if numba has as many."""
-    import numba
-
-    with _ONE_AT_A_TIME:
-        _start_threads()
-        before = numba.get_num_threads()
-        numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-        try:
-            yield
-        finally:
-            numba.set_num_threads(before)
-
-
-@cache
-def _start_threads() -> None:
-    """Have numba start its threads once, in a thread that ends: the starting thread gets their number for torch, too.
-
-    That is OpenMP's number, and OpenMP is torch's own. With another number, torch's sums would have other bits.
-    """
-    import numba
-
-    starter = threading.Thread(target=numba.get_num_threads)
-    starter.start()
-    starter.join()
-
-
 def add(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient, which may be in another dtype, to a sum of gradients."""
-    for part, added in pieces(total, gradient):
-        part.add_(added)
-
-
-def pieces(total: Tensor, *gradients: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of all tensors that fit into the caches of all threads, where the next operation finds them."""
-    strides = {gradient.stride() for gradient in gradients}
-    if strides != {total.stride()} or not fills_memory(total):
-        yield total, *gradients
+    if gradient.stride() != total.stride() or not fills_memory(total):
+        total.add_(gradient)
         return
+    # pieces fit into the caches of all threads, where the addition finds what the cast has written
     size = _RANGE * torch.get_num_threads()
-    yield from zip(*(torch.split(flat(tensor), size) for tensor in (total, *gradients)), strict=True)
+    pieces = [torch.split(flat(tensor), size) for tensor in (total, gradient)]
+    for part, added in zip(*pieces, strict=True):
+        part.add_(added)

@@ -27,7 +27,7 @@ from sp_lightning.trainer.host_memory import state_bytes
 
 
 def keep_units_on_device(
-    pipeline: Pipeline | None,
+    pipeline: Pipeline,
     optimizers: Sequence[Optimizer],
     gradients_pass: bool,
     some_may_wait: bool,
@@ -37,7 +37,7 @@ def keep_units_on_device(
 
     Activations are not measured yet, so all other device memory is left to them. None if it does not fit.
     """
-    if pipeline is None or pipeline.processes is not None or pipeline.options.optimizer_on != "auto":
+    if pipeline.processes is not None or pipeline.options.optimizer_on != "auto":
         return None
     device_room, free = pipeline.budget, available_host_memory()
     if device_room is None or free is None:

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -418,7 +419,8 @@ def test_a_weight_without_elements(by, moments, monkeypatch):
     """Beside others, and beside another one."""
     if by != "kernels":
         chosen = on_device.together if by == "torch, together" else list
-        monkeypatch.setattr(passes, "_batches_of", lambda steps: [passes._Batch(chosen(steps))])
+        by_torch = on_device.step_on_device
+        monkeypatch.setattr(passes, "_calls_of", lambda steps: [partial(by_torch, step) for step in chosen(steps)])
 
     def trained(shapes):
         weights = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
