@@ -155,6 +155,9 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
         default="auto",
         help="update units where it is fastest, or on the CPU",
     )
+    stream.add_argument(
+        "--nvme-path", type=folder, metavar="FOLDER", help="a drive for optimizer state that RAM has no room for"
+    )
     return parser
 
 
@@ -289,7 +292,7 @@ def length_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def streaming(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a strategy that were given on the command line."""
-    names = ["k", "k_prime", "memory_budget", "activations", "optimizer_on"]
+    names = ["k", "k_prime", "memory_budget", "activations", "optimizer_on", "nvme_path"]
     given = {name: getattr(options, name) for name in names}
     is_compiled = getattr(options, "fp8", False) and is_on_gpu(options)
     return {**given, "compile": True} if is_compiled else given  # or casts to FP8 would pass over memory many times

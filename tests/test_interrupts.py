@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning import superpipeline
+from sp_lightning import optim, superpipeline
 from sp_lightning.pipeline.lanes.at_work import optimizer_steps
 
+from .helpers import ram_is_full
 from .lightning_modules import Base, loader, streamed, trainer
 from .selection import parts
 from .zoo.blocks import WIDTH, chain
@@ -36,6 +37,17 @@ def train(model: nn.Module, activations: str | None) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def train_on_drive(model: nn.Module) -> list[Tensor]:
+    """Two steps with optimizer state on a drive."""
+    with ram_is_full(), superpipeline(model, "cpu", k=2, nvme_path="."):
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, moments="int8")
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, WIDTH), 1.0 + step)).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
 def fit(module: nn.Module) -> None:
     trainer(streamed(), max_steps=2, num_sanity_val_steps=0, gradient_clip_val=0.01).fit(module, loader())
 
@@ -43,6 +55,7 @@ def fit(module: nn.Module) -> None:
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "keep": (partial(chain, 2), partial(train, activations="keep")),
     "recompute": (partial(chain, 2), partial(train, activations="recompute")),
+    "drive": (partial(chain, 2), train_on_drive),
     "Trainer": (Base, fit),
 }
 

@@ -27,8 +27,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy, optim
+from sp_lightning.pipeline.optimizer import state_file
 
-from .helpers import Trace, assert_close_trace, assert_same_trace
+from .helpers import Trace, assert_close_trace, assert_same_trace, ram_is_full
 from .lightning_modules import WIDTH, Adversaries, Average, Base, fit, loader, plain, run, streamed, trainer
 from .planning.parts import Fixed
 from .processes import in_processes, run_python
@@ -97,6 +98,19 @@ def compact_optimizers() -> None:
         assert_as_ddp(Compact, precision="bf16-true", gradient_clip_val=0.1)
 
 
+def state_on_a_drive() -> None:
+    """It belongs to the first process alone."""
+
+    class Compact(Silent):
+        def configure_optimizers(self) -> Any:
+            return optim.AdamW(self.parameters(), lr=1e-2, moments="int8")
+
+    for arguments in ({}, {"precision": "bf16-true", "gradient_clip_val": 0.1}):
+        with ram_is_full(), mock.patch.object(state_file, "StateFile", wraps=state_file.StateFile) as made:
+            assert_as_ddp(Compact, strategy={"nvme_path": "."}, **arguments)
+        assert bool(made.call_count) == (dist.get_rank() == 0)
+
+
 def units_that_live_on_the_device() -> None:
     """From some step on, then others, then none, then all, and what is resident, too; they take no host memory."""
     windows = [(2,), (2, (0, 3)), (2, (0, 3)), (2, (2, 3, 4)), (2,), (2, range(9))]
@@ -150,6 +164,7 @@ def test_ways_of_training() -> None:
             options,
             gradients_after_the_run,
             compact_optimizers,
+            state_on_a_drive,
             refused_optimizers,
             units_that_live_on_the_device,
         ]

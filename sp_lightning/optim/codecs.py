@@ -32,7 +32,7 @@ from sp_lightning.optim.rules import Kind, Memory, Scaling
 jit = njit(nogil=True, error_model="numpy", forceinline=True)
 # no bits are promised
 near = njit(nogil=True, error_model="numpy", forceinline=True, fastmath={"arcp", "contract"})
-# numba computes in 64 bits unless a value is cast
+# numba computes in 64 bits unless a value, or the result, is cast
 I8, I16, I32, F32 = np.int8, np.int16, np.int32, np.float32
 U8, U16, U32 = np.uint8, np.uint16, np.uint32
 
@@ -111,13 +111,13 @@ def plain_bits(number: Any) -> Any:
 def nearest(number: Any) -> Any:
     """Return bits whose upper half is the nearest bf16, ties to even, as `.bfloat16()` rounds."""
     bits = plain_bits(number)
-    return U32(bits + U32(0x7FFF) + U32((bits >> U32(16)) & U32(1)))
+    return U32(bits + 0x7FFF + ((bits >> 16) & 1))
 
 
 @jit
 def noise(key: Any, i: Any) -> Any:
     """Return 32 bits for rounding an element at random: with a random key each is uniform, neighbours spread evenly."""
-    return U32(key + U32(i) * U32(0x9E3779B9))
+    return U32(key + i * 0x9E3779B9)
 
 
 # --------------------------------------------------------------------------------- gradients, numbers and masters
@@ -128,7 +128,7 @@ def load(array: Any, i: Any) -> Any:
     """Read a number in fp32 or bf16."""
     if array.itemsize == 4:
         return F32(array[i])
-    return float_of(U32(array[i]) << U32(16))
+    return float_of(U32(array[i]) << 16)
 
 
 @jit
@@ -137,7 +137,7 @@ def store(array: Any, i: Any, value: Any) -> Any:
     if array.itemsize == 4:
         array[i] = F32(value)
     else:
-        array[i] = U16(nearest(value) >> U32(16))
+        array[i] = U16(nearest(value) >> 16)
 
 
 @jit
@@ -149,7 +149,7 @@ def scaled(g: Any, scaling: Scaling, in_bf16: Any) -> Any:
 @jit
 def _times(g: Any, factor: Any, in_bf16: Any) -> Any:
     g = g * factor
-    return float_of(nearest(g) & U32(0xFFFF0000)) if in_bf16 else g
+    return float_of(nearest(g) & 0xFFFF0000) if in_bf16 else g
 
 
 @jit
@@ -158,9 +158,8 @@ def load_weight(kind: Kind, memory: Memory, i: Any, was_up: Any) -> Any:
     if kind.low == 0:
         return load(memory.weight, i)
     low = I32(memory.low[i])  # negative if it was rounded up, as a tie is to be then
-    above = U32(1) if low < I32(I32(-0x7FFF) - I32(was_up)) else U32(0)
-    high = U32(U32(memory.weight[i]) + above)
-    return float_of(U32(high << U32(16)) + U32(low))
+    above = 1 if low < I32(-0x7FFF - I32(was_up)) else 0
+    return float_of(((U32(memory.weight[i]) + above) << 16) + low)
 
 
 @jit
@@ -171,9 +170,9 @@ def store_weight(kind: Kind, memory: Memory, i: Any, p: Any, has_sign: Any) -> A
         return U32(0)
     bits = plain_bits(p)
     memory.low[i] = I16(bits)
-    odd = U32((bits >> U32(16)) & U32(1)) if has_sign else U32(1)
-    memory.weight[i] = U16(U32(bits + U32(0x7FFF) + odd) >> U32(16))
-    return U32(1) if has_sign and U32(bits & U32(0x1FFFF)) == U32(0x18000) else U32(0)
+    odd = (bits >> 16) & 1 if has_sign else 1
+    memory.weight[i] = U16(U32(bits + 0x7FFF + odd) >> 16)
+    return U32(1) if has_sign and U32(bits & 0x1FFFF) == U32(0x18000) else U32(0)
 
 
 # ------------------------------------------------------------------------------------------------------ the moments
@@ -200,7 +199,7 @@ def _scale_of(staged: Any, size: Any, largest: Any) -> Any:
     """Return the largest magnitude in a group, or NaN if there is one; limit all numbers to `largest`."""
     most = U32(0)  # the bits of floats without a sign have the same order; NaN is above all
     for i in range(size):
-        most = U32(max(most, U32(bits_of(staged[i]) & U32(0x7FFFFFFF))))
+        most = max(most, U32(bits_of(staged[i]) & 0x7FFFFFFF))
     scale = float_of(most)
     if scale > F32(largest):  # hardly ever
         scale = F32(largest)

@@ -98,7 +98,7 @@ def _step_block(
         else:
             m = load(memory.first, i)
             v = load(memory.second, i) if has_second else F32(0)
-        was_up = U32(bits_of(v) >> U32(31)) if has_ties else U32(1)
+        was_up = U32(bits_of(v) >> 31) if has_ties else U32(1)
         v = abs(v)
         p = load_weight(kind, memory, i, was_up)
         if has_second:
@@ -115,7 +115,7 @@ def _step_block(
         else:
             store(memory.first, i, m)
             if has_second:
-                store(memory.second, i, float_of(bits_of(v) | U32(up << U32(31))))
+                store(memory.second, i, float_of(bits_of(v) | (up << 31)))
     if kind.is_coded:
         pack(kind, memory, staged, size, key)
 

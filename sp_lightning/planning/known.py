@@ -125,7 +125,7 @@ def recipe(name: str, given: Assumptions) -> str:
     length = min(given.tokens, given.length)
     takes_whole_rows = given.tokens % length == 0
     # recipes have no options for these
-    is_usual = given.optimizer == "AdamW" and given.units is None and not given.resident and given.nvme_read is None
+    is_usual = given.optimizer == "AdamW" and given.units is None and not given.resident
     if trained not in script or not is_usual or not takes_whole_rows:
         return ""
     text = entry.get("text_tokens", 0)
@@ -141,6 +141,8 @@ def recipe(name: str, given: Assumptions) -> str:
         "batch-size": given.tokens // length,
         **given.typed(_OPTIONS),
     }
+    if given.nvme_read is not None:
+        options["nvme-path"] = "FOLDER"
     if given.fp8:
         if "has_fp8" not in script:
             return ""
