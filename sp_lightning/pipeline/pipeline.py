@@ -70,7 +70,7 @@ class Summary:
         weights = [weight for unit in arrangement.all_units for weight in unit.every_weight]
         own_memory = sum(segment.memory.nbytes for segment in arrangement.segments)
         state_bytes = engine.optimizers.states.nbytes([weight.master for weight in arrangement.weights])
-        on_drive, drive_bytes = (set[str](), 0) if engine.drive is None else engine.drive.places.on_drive()
+        on_drive = (0, 0) if engine.drive is None else engine.drive.places.on_drive()
         gradients = memory.nbytes_for("gradients") + memory.nbytes_for("sums")
         return cls(
             device=str(engine.device),
@@ -82,8 +82,8 @@ class Summary:
             gradient_bytes=engine.stream.routes.staging.nbytes(),
             host_bytes=own_memory + memory.nbytes_for("copies"),
             host_gradient_bytes=engine.stream.routes.landing.nbytes() + gradients,
-            optimizer_bytes=max(0, state_bytes - drive_bytes),
-            on_drive=(len(on_drive), drive_bytes),
+            optimizer_bytes=max(0, state_bytes - on_drive[1]),
+            on_drive=on_drive,
             lowered=sum(weight.lowered for weight in weights),
             pinned=arrangement.is_pinned,
             unit_names=tuple(unit.name for unit in arrangement.units),

@@ -233,7 +233,6 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
         adds_up=adds_up,
         staging_buffers=engine.memory.staging_buffers,
         may_wait=engine.waiting.is_limited,
-        has_drive=machine.drive < math.inf,
         staying=tuple(staying),
         add_seconds=add_seconds,
         rest_seconds=max(0.0, fastest[_REST]),
@@ -253,9 +252,7 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
     # The rate of updates includes the waits of kernels.
     updates = _rate(recording, Kind.VISIT) or before.updates
-    # both run at once
-    drive = min(_rate(recording, Kind.READ) or before.drive, _rate(recording, Kind.WRITE) or before.drive)
-    machine = replace(before, to_device=to_device, to_host=to_host, host=host, updates=updates, drive=drive)
+    machine = replace(before, to_device=to_device, to_host=to_host, host=host, updates=updates)
     if before.device_memory == math.inf:
         backend = engine.backend
         return replace(machine, device_memory=backend.memory_rate, kernel_seconds=backend.kernel_seconds)

@@ -138,7 +138,6 @@ class AutoPlanner(Planner):
             on_device=workload.names(choice.living),
             visiting=workload.names(choice.visiting),
             waiting=workload.names(choice.waiting),
-            on_drive=workload.names(choice.on_drive) if workload.has_drive else None,
             defers_visits=choice.defers_visits,
             on_device_bytes=bytes_that_stay(workload.numbered(choice.living)),
             step_seconds=prediction.seconds,
@@ -163,9 +162,6 @@ def compile_updates(engine: Engine) -> None:
 
 def _as_measured(engine: Engine, workload: Workload) -> Choice:
     """Return the choice of the first steps, in all that matters to host memory."""
-    stored = set[str]() if engine.drive is None else engine.drive.places.on_drive()[0]
-    waiting, on_drive = [
-        tuple(number for number, unit in enumerate(workload.everything) if unit.name in names)
-        for names in (engine.waiting.waited, stored)
-    ]
-    return Choice(1, living=workload.staying or (), waiting=waiting, on_drive=on_drive)
+    waited = engine.waiting.waited
+    waiting = tuple(number for number, unit in enumerate(workload.everything) if unit.name in waited)
+    return Choice(1, living=workload.staying or (), waiting=waiting)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from typing_extensions import override
 
-from sp_lightning import optim
-from sp_lightning.pipeline import Engine, Planner, WindowPlan
-from sp_lightning.pipeline.optimizer import state_file
 from sp_lightning.planning.assumptions import Assumptions
 from sp_lightning.planning.choose import choose
 from sp_lightning.planning.clock import predict
@@ -23,8 +17,6 @@ from sp_lightning.planning.known import known, named_model, rates_of, rates_of_g
 from sp_lightning.planning.memory import RING, device_bytes, host_bytes, spread, state_bytes, with_waiting
 from sp_lightning.planning.report import plan_row
 from sp_lightning.planning.work import Choice, Machine, Prediction, UnitWork, Way, Workload
-
-from .parts import train_placed
 
 MB = 10**6
 UNIT = UnitWork(
@@ -185,34 +177,3 @@ def test_models_that_ram_alone_cannot_hold(model: str, memory: str, given: dict[
     assert row.step is not None
     assert row.tokens_per_second[0] >= least
     assert row.wear().startswith("\nA step writes ")
-
-
-@dataclass
-class Moving(Planner):
-    """Plans that other units have their state on the drive in each step."""
-
-    on_drive: list[Any]
-    seen: list[Any] = field(default_factory=list)
-
-    @override
-    def before_step(self, engine: Engine, builds_graph: bool) -> WindowPlan | None:
-        assert engine.drive is not None
-        names = [unit.name for unit in engine.arrangement.units]
-        self.seen.append(sorted(map(names.index, engine.drive.places.on_drive()[0])))
-        planned = self.on_drive.pop(0)
-        return WindowPlan(2, on_drive=None if planned is None else tuple(names[number] for number in planned))
-
-
-@pytest.mark.parametrize("clip", [None, 0.01])
-def test_state_moves_between_ram_and_drive_as_planned(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_file, "available_host_memory", lambda: 0)
-    monkeypatch.setattr(state_file, "_type_of_file_system", lambda device: "ext4")
-    make = partial(optim.AdamW, lr=1e-2, moments="int8")
-    arguments: dict[str, Any] = {"clip": clip, "in_backward": clip is None, "dtype": torch.bfloat16, "steps": 6}
-    expected, _ = train_placed(make, None, **arguments)
-    plans = [None, (0, 3), (), (1, 2, 3), (1,), (4,)]
-    planner = Moving([*plans])
-    actual, _ = train_placed(make, planner, nvme_path=".", debug=True, **arguments)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert planner.seen[2:] == [list(plan) for plan in plans[1:-1] if plan is not None]
-    assert len(planner.seen[1]) == 6

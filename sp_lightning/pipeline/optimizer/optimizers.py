@@ -205,7 +205,7 @@ class Optimizers:
                 coming = sum(gradient.weight.nbytes for gradient in gradients if gradient.tensor is None)
                 for gradient in gradients:
                     state = optimizer.state.get(gradient.weight.master, {})
-                    if drive.places.bring(step, {gradient: state}, drive.settle, coming):
+                    if drive.places.bring(step, {gradient: state}, coming):
                         optimizer.state[gradient.weight.master] = state
 
     @property

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,6 @@ class StatePlaces:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.planned: Collection[str] | None = None  # the units whose state is to be there, if there is a plan
         # None for weights whose state is in RAM
         self._places: weakref.WeakKeyDictionary[Optimizer, dict[nn.Parameter, _Place | None]] = (
             weakref.WeakKeyDictionary()
@@ -177,24 +176,20 @@ class StatePlaces:
             "torch.optim.AdamW and Adam with fused=True, or on a GPU with neither `fused` nor `foreach`."
         )
 
-    def on_drive(self) -> tuple[set[str], int]:
-        """Return the names of the units that have state on the drive, and how many bytes it has."""
+    def on_drive(self) -> tuple[int, int]:
+        """Return how many units have state on the drive, and how many bytes."""
         places = [place for places in self._places.values() for place in places.values() if place is not None]
-        return {place.unit for place in places}, sum(_nbytes(place.state) for place in places)
+        return len({place.unit for place in places}), sum(_nbytes(place.state) for place in places)
 
-    def bring(
-        self, step: Step, states: Mapping[Gradient, dict[str, Any]], settle: Callable[[], None], coming: int = 0
-    ) -> dict[int, StateFile]:
+    def bring(self, step: Step, states: Mapping[Gradient, dict[str, Any]], coming: int = 0) -> dict[int, StateFile]:
         """Have the state of a unit's weights in its places; return the file of each by the state's identity.
 
         The state is made if there is none. Nothing is returned unless all of it is on the drive. RAM has to have room
-        for these bytes that are still `coming`. `settle` waits until all state is in the files.
+        for these bytes that are still `coming`.
         """
         places = self._places.setdefault(step.optimizer, {})
         if any(gradient.weight.master not in places for gradient in states):
             self._decide(step, places, coming)
-        if self.planned is not None:
-            self._follow_plan(step, states, places, settle)
         files: dict[int, StateFile] = {}
         for gradient, state in states.items():
             weight = gradient.weight
@@ -230,28 +225,6 @@ class StatePlaces:
         chosen = spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free - coming)
         reserved = self._reserved({weight: new[weight] for weight in new if weight.unit.name in chosen})
         places.update({weight.master: reserved.get(weight) for weight in new})
-
-    def _follow_plan(
-        self,
-        step: Step,
-        states: Mapping[Gradient, dict[str, Any]],
-        places: dict[nn.Parameter, _Place | None],
-        settle: Callable[[], None],
-    ) -> None:
-        """Change the places of a unit's weights if another one is planned, and take state to RAM."""
-        assert self.planned is not None
-        coming: dict[Weight, Mapping[str, Tensor]] = {}
-        for gradient, state in states.items():
-            weight = gradient.weight
-            place = places.get(weight.master)
-            if place is None and weight.unit.name in self.planned:
-                coming[weight] = _state_of(step, gradient)
-            elif place is not None and weight.unit.name not in self.planned:
-                settle()
-                lying = [name for name, value in place.state.items() if state.get(name) is value]
-                state.update({name: state[name].clone() for name in lying})
-                places[weight.master] = None
-        places.update({weight.master: place for weight, place in self._reserved(coming).items()})
 
     def _reserved(self, states: Mapping[Weight, Mapping[str, Tensor]]) -> dict[Weight, _Place]:
         """Return places for states like these, in a new file."""

@@ -76,8 +76,7 @@ class UnitSteps:
         self.window.finish_optimizer(unit)
         files: Mapping[int, StateFile] = {}
         if self.drive is not None:
-            states = {gradient: state for gradient, (_, state) in inputs.items()}
-            files = self.drive.places.bring(step, states, self.drive.settle)
+            files = self.drive.places.bring(step, {gradient: state for gradient, (_, state) in inputs.items()})
             if files:  # there is no state in RAM that could visit
                 unit.update.is_on_device = False
         is_on_device = unit.update.is_on_device and not unit.split_off

@@ -119,8 +119,6 @@ class PlacementPolicy:
         before = engine.plan
         engine.plan = plan
         engine.waiting.follow_plan(None if plan is None else plan.waiting)
-        if engine.drive is not None:
-            engine.drive.places.planned = None if plan is None else plan.on_drive
         engine.visits.begin_in_backward = plan is None or not plan.defers_visits
         if places_anyway or (before and before.window) != (plan and plan.window):
             engine.place_weights()

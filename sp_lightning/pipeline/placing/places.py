@@ -45,8 +45,6 @@ class WindowPlan:
     visiting: tuple[str, ...] = ()
     # names of units whose gradients wait on the device until the units are updated
     waiting: tuple[str, ...] = ()
-    # names of units whose optimizer state lies on a drive; None leaves it to the memory that is free
-    on_drive: tuple[str, ...] | None = None
     # whether `visiting` units are updated only as the next forward loads them, which sends their weights once less
     defers_visits: bool = False
     on_device_bytes: int = 0  # device memory that `on_device` units take
