@@ -140,6 +140,8 @@ def recipe(name: str, given: Assumptions) -> str:
         "batch-size": given.tokens // length,
         **given.typed(_OPTIONS),
     }
+    if given.nvme_read is not None:
+        options["nvme-path"] = "FOLDER"
     if given.fp8:
         if "has_fp8" not in script:
             return ""

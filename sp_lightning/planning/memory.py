@@ -27,12 +27,13 @@ from sp_lightning.optim.on_device import PIECE, bytes_of_step
 from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.gradients.gradient_memory import landing_buffers, three_buffers
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of
+from sp_lightning.pipeline.optimizer.state_ring import BUFFER, BUFFERS
 from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import place_in_arena
 from sp_lightning.planning.work import Choice, UnitWork, Way, Workload
 
-RING = 64 << 20
+RING = BUFFERS * BUFFER
 """Bytes of host memory through which optimizer state on a drive passes."""
 
 _TAKE_TWICE = (Adadelta, Adagrad, Rprop)

@@ -177,6 +177,8 @@ class Row:
         """Return the code in Python, with only those arguments that are not the default."""
         given = self.given
         of_strategy = _typed(given, _OF_STRATEGY) + ["compile=True"] * given.fp8
+        if given.nvme_read is not None:
+            of_strategy.append("nvme_path='FOLDER'")
         strategy = f"SuperpipelineStrategy({', '.join(of_strategy)})" if of_strategy else "'superpipeline'"
         of_trainer = [f"strategy={strategy}", f"precision={given.precision!r}", *_typed(given, _OF_TRAINER)]
         optimizer = f"torch.optim.{given.optimizer}(model.parameters())"
