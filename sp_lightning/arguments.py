@@ -110,4 +110,5 @@ class StrategyWithOptions:
             strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
 
-StrategyWithOptions.__init__.__qualname__ = "SuperpipelineStrategy.__init__"  # Python's own errors name it
+# Python's own errors name it
+StrategyWithOptions.__init__.__qualname__ = "SuperpipelineStrategy.__init__"

@@ -243,7 +243,8 @@ class _Search:
         first = len(self.workload.units) - draft.keeping
         ways = (*self._ways[draft.policy][:first], *self._ways["keep"][first:])
         choice = Choice(draft.k, living, ways=ways)
-        for visits in (0.0, draft.visits, draft.visits):  # which leave the host memory, so that fewer are on the drive
+        # which leave the host memory, so that fewer are on the drive
+        for visits in (0.0, draft.visits, draft.visits):
             able = [number for number in self._able_to_visit if number not in (*living, *choice.on_drive)]
             choice = replace(choice, visiting=spread(round(visits * len(able)), able))
             choice = with_drive(self.workload, choice, self.host_room, draft.spreads_drive)

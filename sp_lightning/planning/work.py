@@ -164,7 +164,8 @@ class Machine:
     # of the device's memory, for the bytes of steps there, and the additional seconds of each of their kernels
     device_memory: float = math.inf
     kernel_seconds: float = 0.0
-    drive: float = math.inf  # of optimizer state that a drive reads, and writes again, with the slower one of both
+    # of optimizer state that a drive reads, and writes again, with the slower one of both
+    drive: float = math.inf
     # the same of updates of units that stream, with all waits; 0 until it was recorded
     updates: float = 0.0
 

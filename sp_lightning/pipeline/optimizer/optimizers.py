@@ -113,7 +113,8 @@ class Optimizers:
             if stand_in is not None:
                 self._steps_by_unit = not self._is_follower
                 groups = []
-                for group in stand_in.param_groups:  # weights of other models may have been taken out before
+                # weights of other models may have been taken out before
+                for group in stand_in.param_groups:
                     are_others = [identity not in self._gradients for identity in map(id, group["params"])]
                     groups.append({**group, "params": [*compress(group["params"], are_others)]})
                 stand_in.param_groups = groups

@@ -42,7 +42,8 @@ BUFFER = 8 << 20
 BUFFERS = 8
 CUT = 1 << 17
 """Weights are cut at multiples of this number of elements: each field of a part has whole pages, scales too."""
-_BEFORE_ALL_OTHERS = -(1 << 40)  # the rank of the first job whose pieces are read; those of others are not negative
+# the rank of the first job whose pieces are read; those of others are not negative
+_BEFORE_ALL_OTHERS = -(1 << 40)
 
 
 class Piece(NamedTuple):
@@ -120,7 +121,8 @@ class StateRing:
         self.worker, self._reader, self._writer = map(backend.add_worker, ("drive", "read", "write"))
         self._buffers = [_Buffer(backend) for _ in range(BUFFERS)]
         self._turns = cycle(self._buffers)
-        self._coming: deque[_Buffer] = deque()  # buffers with pieces that are to be stepped, in this order
+        # buffers with pieces that are to be stepped, in this order
+        self._coming: deque[_Buffer] = deque()
         self._reading: UnitOnDrive | None = None  # the job whose pieces are asked for
         self._ranks = count(_BEFORE_ALL_OTHERS)
         self._error: BaseException | None = None  # the first one
@@ -129,7 +131,8 @@ class StateRing:
         """Update a unit by the passes over its whole weights; runs in the thread of `worker`."""
         self.check()
         try:
-            while self._coming and self._coming[0].job is not job:  # it has failed before its update
+            # it has failed before its update
+            while self._coming and self._coming[0].job is not job:
                 self._coming.popleft()
             if job.rank >= 0:
                 self._reading = job
