@@ -181,7 +181,7 @@ class _Search:
         for change in _CHANGES:
             living = draft._replace(living=max(0, draft.living + change))
             yield living
-            if draft.visits and self._workload.has_drive:
+            if draft.visits and self.workload.has_drive:
                 yield self._that_fits([living._replace(visits=count / units) for count in range(units + 1)])
             yield self._filled(draft._replace(keeping=min(units, max(0, draft.keeping + change))))
             visits = draft._replace(visits=min(1.0, max(0.0, draft.visits + change / units)))
