@@ -280,7 +280,9 @@ def test_what_cannot_be_is_an_error(
 
 
 def test_a_gpu_compiles_the_casts() -> None:
-    options = SimpleNamespace(**dict.fromkeys(("k", "k_prime", "memory_budget", "activations", "optimizer_on")))
+    options = SimpleNamespace(
+        **dict.fromkeys(("k", "k_prime", "memory_budget", "activations", "optimizer_on", "nvme_path"))
+    )
     options.fp8, options.accelerator = True, "auto"
     with mock.patch("torch.cuda.is_available", return_value=True):
         assert shared.streaming(options)["compile"] is True
@@ -331,7 +333,15 @@ def test_gains_have_sources_and_cards() -> None:
     gains = known.known("fp8").values()
     cards = [card for entry in gains for card in entry["cards"]]
     assert len(set(cards)) == len(cards)
-    assert set(cards) == known.known("gpus").keys() - {"RTX 3060", "RTX 3090", "RTX A6000", "T4", "A10", "A100"}
+    assert set(cards) == known.known("gpus").keys() - {
+        "RTX 3060",
+        "RTX 3080",
+        "RTX 3090",
+        "RTX A6000",
+        "T4",
+        "A10",
+        "A100",
+    }
     assert all("https://" in entry["source"] and 1 < entry["low"] <= entry["high"] < 2 for entry in gains)
     with pytest.raises(ValueError, match="`fp8` needs a GPU of compute capability 8.9 or newer"):
         planned("3090")

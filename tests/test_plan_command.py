@@ -565,7 +565,7 @@ def test_rates_are_measured(monkeypatch):
     [
         (
             "",
-            "this machine has no GPU: name one, such as `sp-lightning plan --gpu 4090 --host-memory 64GiB`, or a model",
+            "this machine has no GPU. Name one, such as `sp-lightning plan --gpu 4090 --host-memory 64GiB`, or a model",
         ),
         ("Qwen3-9B --gpu 4090", "Nearest names that are built in: Qwen3-4B, Qwen3-8B"),
         ("Qwen2.5-VL-7B", "Nearest names that are built in: Qwen2.5-VL-7B-Instruct,"),

@@ -66,6 +66,7 @@ def test_the_summary_of_a_model() -> None:
         "host_bytes": 6 * slot + 1024 + 256,
         "host_gradient_bytes": 0,
         "optimizer_bytes": 0,
+        "on_drive": (0, 0),
         "parameters": (6 * block + head) // 4,
         "unit_names": tuple(f"blocks.{index}" for index in range(6)),
         "living": (),

@@ -123,6 +123,6 @@ def test_a_single_queue_is_warned_of(pretended: MagicMock, monkeypatch: pytest.M
     """Megatron sets it, for an order of its own."""
     monkeypatch.setattr(accelerator, "use_expandable_segments", lambda stream: None)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.warns(UserWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1.*unset it"):
+    with pytest.warns(UserWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1.*Unset it"):
         backend = AcceleratorBackend(torch.device("cuda", 0))
     assert backend.memory_rate == 0.8 * 2 * 10e6 * 64 / 8, "of a clock whose edges both count"

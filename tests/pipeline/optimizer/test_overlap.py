@@ -252,7 +252,7 @@ def test_must_overlap_raises_with_the_reason(make: Callable[[Any], Optimizer], w
     model = chain()
     with attached(model, overlap_optimizer=True):
         optimizer = make(model.parameters())
-        with pytest.raises(ValueError, match=f"`overlap_optimizer=True`: {why}.*'auto'"):
+        with pytest.raises(ValueError, match=f"`overlap_optimizer=True` is not possible, because {why}.*'auto'"):
             plain_step(model, optimizer)
 
 
