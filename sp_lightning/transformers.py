@@ -172,9 +172,11 @@ class SuperpipelineTrainerMixin:
         follows = self._meetings[self.model].follows
         state = self.args.distributed_state
         self.args.distributed_state = None  # several processes would load it onto their GPUs
-        with config.patch("load.mmap", follows):  # type: ignore[attr-defined]
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        self.args.distributed_state = state
+        try:
+            with config.patch("load.mmap", follows):  # type: ignore[attr-defined]
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        finally:
+            self.args.distributed_state = state
         if follows:
             self.optimizer.state.clear()
 

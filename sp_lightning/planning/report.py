@@ -38,7 +38,7 @@ RANK = 16
 """Rank of the adapters that are planned if training all weights does not fit."""
 
 _GIB = 2**30
-_RUN = 10_000_000  # tokens of a run whose wear of the drive is told
+_RUN = 10_000_000  # tokens of the run for which the plan shows the wear of the drive
 _DRIVE = "PCIe 4"  # the drive that is planned if RAM does not suffice
 _NANOSECOND = 1e-9
 _BOTTLENECKS = {

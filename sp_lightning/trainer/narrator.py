@@ -54,7 +54,7 @@ class Narrator:
         self.is_asked = False  # whether our callback asks for reports
         self._said: set[Hashable] = set()
         self._tells_outcome = False
-        self._limits = ""  # what limits a step, in words, if one was recorded
+        self._limits = ""  # the sentence that says what limits a step, if one was recorded
 
     def begin(self, trainer: Trainer, pipeline: Pipeline | None, optimizers: Sequence[str]) -> None:
         """Print the plan, if it is a new one, with how each optimizer steps."""

@@ -124,7 +124,7 @@ Kinds = Sequence[type[nn.Parameter]]
 
 
 class SeesFunctions(Protocol):
-    """A listener that is told of each custom autograd Function that is applied."""
+    """A listener that notes each custom autograd Function as it is applied."""
 
     def note_function(self, output: Any) -> None:
         """Note the output of a Function."""

@@ -1,4 +1,4 @@
-"""Optimizer state on a drive: the same bits, no RAM, and an error in words for whatever can fail."""
+"""Optimizer state on a drive: the same bits, no RAM, and an error that explains whatever can fail."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_training_resumes_with_and_without_a_drive(name: str) -> None:
 
 
 def test_as_little_as_possible_is_on_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second unit, if RAM has room for half of the state; state in RAM is updated as ever."""
+    """Every second unit, if RAM has room for half of the state; state in RAM is updated as without a drive."""
     of_unit = 2 * 5 * state_file.PAGE  # the count of steps, codes and scales, of weight and bias
     monkeypatch.setattr(state_file, "available_host_memory", lambda: 2 * of_unit / state_file.SHARE_OF_FREE_RAM)
     ends = []
