@@ -84,6 +84,17 @@ def why_no_lstm_in_bf16() -> str | None:
     return None
 
 
+@functools.cache
+def why_no_attention_in_bf16() -> str | None:
+    """Why plain torch cannot run attention in bf16 on this CPU, as if AVX-512 is there and not used; None if it can."""
+    try:
+        queries = torch.ones(1, 1, 64, 16, dtype=torch.bfloat16)
+        nn.functional.scaled_dot_product_attention(queries, queries, queries)
+    except RuntimeError as error:
+        return f"plain torch has no attention in bf16 on this CPU: {error}"
+    return None
+
+
 def skip_what_plain_cannot(case: Case, autocast: bool) -> None:
     if autocast and case.name == "lstm" and (reason := why_no_lstm_in_bf16()) is not None:
         pytest.skip(reason)

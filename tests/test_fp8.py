@@ -33,7 +33,7 @@ from sp_lightning.planning.known import named_model, rates_of, rates_of_gpu
 from sp_lightning.planning.report import Report
 from sp_lightning.planning.work import Workload
 
-from .helpers import Run, Trace, assert_same_trace, attached, frozen, note_state
+from .helpers import Run, Trace, assert_same_trace, attached, frozen, note_state, why_no_attention_in_bf16
 from .lightning_modules import Placed, fit_placed, plain, streamed, trainer
 from .planning.parts import Fixed, estimate
 from .processes import in_processes
@@ -251,6 +251,8 @@ def test_a_recipe_says_what_it_converts(name: str, capsys: pytest.CaptureFixture
 
 
 def test_the_result_is_a_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
+    if (reason := why_no_attention_in_bf16()) is not None:
+        pytest.skip(reason)
     arguments = ["--layers=1", "--hidden=32", "--length=128", "--precision=bf16-true", "--save=mine"]
     assert finetune_chat.main([*SMALL, *arguments]) == 0
     saved = AutoModelForCausalLM.from_pretrained("mine")
