@@ -54,7 +54,7 @@ def check_folder(folder: str) -> None:
     kind = _type_of_file_system(device)
     if kind in _NOT_DRIVES:
         raise ValueError(
-            f"`nvme_path={folder!r}` is {kind}, in CPU memory or on another machine. Name one on a drive of this one."
+            f"`nvme_path={folder!r}` is on {kind}, which is no drive of this machine. Name a folder on one."
         )
     if device == os.stat("/").st_dev:
         warnings.warn(
