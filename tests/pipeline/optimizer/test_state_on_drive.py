@@ -234,7 +234,7 @@ def failing(number: int, message: str = "the drive's words") -> Callable[..., An
 
 FOLDERS: dict[str, tuple[Any, str, Any, str]] = {
     "read-only": (tempfile, "TemporaryFile", failing(errno.EROFS, "read-only"), "no file can be made there: read-only"),
-    "tmpfs": (state_file, "_type_of_file_system", lambda _: "tmpfs", "is tmpfs, in CPU memory or on"),
+    "tmpfs": (state_file, "_type_of_file_system", lambda _: "tmpfs", "is on tmpfs, which is no drive of this machine"),
     "network": (state_file, "_type_of_file_system", lambda _: "nfs4", "is on nfs4, which is no drive of this machine"),
     "other system": (state_file.os, "O_DIRECT", None, "needs Linux"),
 }
