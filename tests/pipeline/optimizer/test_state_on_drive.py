@@ -27,7 +27,7 @@ from sp_lightning.pipeline.lanes.lanes import Kind
 from sp_lightning.pipeline.optimizer import state_file, state_ring
 
 from ...helpers import ram_is_full
-from ...planning.parts import Fixed, Make, train_placed
+from ...planning.parts import Fixed, Make, Wanders, train_placed
 from ...zoo.blocks import chain
 from .parts import X, everything, same
 from .parts import chain as linears
@@ -334,3 +334,16 @@ def test_a_failure_is_lasting(case: str, in_backward: bool, number: int, monkeyp
         for again in (train, optimizer.state_dict, model.state_dict, pipeline.detach):
             with pytest.raises(RuntimeError, match=f"`nvme_path='.'` has failed: .*{reason}.*last checkpoint"):
                 again()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("clip", "in_backward"), [(0.01, False), (None, True)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_units_that_come_and_go(seed: int, clip: float | None, in_backward: bool, accumulate: int) -> None:
+    """To the GPU, where they stay or are updated for some steps, and back: their state comes along."""
+    arguments: dict[str, Any] = {"clip": clip, "in_backward": in_backward, "accumulate": accumulate, "steps": 9}
+    expected, _ = train_placed(INT8, None, dtype=BF16, **arguments)
+    actual, stats = train_placed(INT8, Wanders(seed), nvme_path=".", debug=True, dtype=BF16, **arguments)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert stats.bytes_to_drive > 0
+    assert stats.arrangements > 2, "units have moved"
