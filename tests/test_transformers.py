@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from transformers import LlamaForCausalLM
 
 import sp_lightning.transformers
 from sp_lightning.pipeline.gradients.segment_gradients import Gradient
+from sp_lightning.pipeline.optimizer.state_ring import StateRing
 from sp_lightning.transformers import SuperpipelineTrainerMixin
-from tests.helpers import assert_same_trace
+from tests.helpers import assert_same_trace, ram_is_full
 from tests.hf_trainers import CASES, build, everything, grpo_case, llama, pairs, rows, tokenizer
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="the Trainers need it: pip install -e '.[trl]'")
@@ -71,6 +73,25 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
             seen.append(everything(trainer, tmp_path / f"{streams} {other}"))
     for other in seen[1:]:
         assert_same_trace(seen[0], other)
+
+
+def test_state_on_a_drive(tmp_path: Path) -> None:
+    """A run that was saved is resumed there, and in plain training."""
+
+    def run(name: str, streams: bool, checkpoint: str | None = None) -> dict[str, Any]:
+        folder = tmp_path / name
+        trainer = build("SFT", folder, streams, optim="adamw_torch_fused", save_strategy="steps", save_steps=2)
+        if streams:
+            trainer.streaming = replace(trainer.streaming, nvme_path=str(tmp_path))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return everything(trainer, folder)
+
+    with ram_is_full(), patch.object(StateRing, "step", autospec=True, side_effect=StateRing.step) as stepped:
+        assert_same_trace(run("plain", False), run("streamed", True))
+        checkpoint = str(tmp_path / "streamed" / "checkpoint-2")
+        before = stepped.call_count
+        assert_same_trace(run("resumed plainly", False, checkpoint), run("resumed", True, checkpoint))
+    assert 0 < before < stepped.call_count
 
 
 def test_an_exception_detaches(tmp_path: Path) -> None:
