@@ -1,7 +1,7 @@
 """What a plain `pytest` runs, in three minutes on two cores: what is quick by times.json, which has seconds of CPU.
 
 - A test that takes less than 0.25 s runs. So does one that the file does not know, as it is new.
-- If all cases of a grid take longer, the cheapest runs if it takes less than 1.5 s. A single test is a grid of one.
+- If all cases of a grid take longer, the cheapest runs if it takes less than a second. A single test is a grid of one.
 - If more than four quick cases of a grid take 0.1 s or more, half of these run: those on the diagonals, so that each
   value is there with some others.
 - Whatever tests share, such as a server of processes, counts for each of them in full.
@@ -29,7 +29,7 @@ import pytest
 TESTS = Path(__file__).parent
 TIMES = TESTS / "times.json"
 
-QUICK, AT_MOST, NOTICED, FEW = 0.25, 1.5, 0.1, 4
+QUICK, AT_MOST, NOTICED, FEW = 0.25, 1.0, 0.1, 4
 
 seconds_of: dict[str, list[float]] = json.loads(TIMES.read_text(encoding="utf-8"))
 """The CPU seconds of each case of a test, in the order in which pytest collects them, if one takes 0.1 s or more."""
