@@ -45,8 +45,8 @@ def _of_step(_: None, unit: Unit, step: Any, updates: Any, *args: Any) -> Access
     return reads, [each for weight, _, state, copy, _ in of_all for each in (weight, copy, *tree_leaves(state))]
 
 
-def _of_request(_: Any, kind: Kind, buffer: Any, piece: Any, name: str) -> Accesses:
-    return ([], [buffer.memory]) if kind is Kind.READ else ([buffer.memory], [])
+def _of_request(_: Any, kind: Kind, memory: Tensor, piece: Any) -> Accesses:
+    return ([], [memory]) if kind is Kind.READ else ([memory], [])
 
 
 def _of_buffer(buffer: Any, passes: Any) -> Accesses:

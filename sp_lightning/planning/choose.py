@@ -79,7 +79,6 @@ class _Draft(NamedTuple):
     keeping: int = 0  # how many keep their activations, the last ones
     visits: float = 0.0  # the share of the other units that visits
     living: int = 0  # units that stay on the device, besides those that do so in any case
-    spreads_drive: bool = False  # whether units on the drive are spread evenly, or the last ones
 
 
 def choose(
@@ -218,9 +217,9 @@ class _Search:
         return TooLittleMemory("device", device_bytes(work, least), self.room, most, hint)
 
     def look_at(self, drafts: Iterable[_Draft]) -> None:
-        """Price the drafts that fit; with a drive, each in two ways."""
-        for draft, spreads in product(drafts, (False, True)[: 2 if self.workload.has_drive else 1]):
-            choice = self._choice(draft._replace(spreads_drive=spreads))
+        """Price the drafts that fit."""
+        for draft in drafts:
+            choice = self._choice(draft)
             if choice in self.found or host_bytes(self.workload, choice) > self.host_room:
                 continue
             if device_bytes(self.workload, choice) <= self.room:
@@ -247,5 +246,5 @@ class _Search:
         for visits in (0.0, draft.visits, draft.visits):
             able = [number for number in self._able_to_visit if number not in (*living, *choice.on_drive)]
             choice = replace(choice, visiting=spread(round(visits * len(able)), able))
-            choice = with_drive(self.workload, choice, self.host_room, draft.spreads_drive)
+            choice = with_drive(self.workload, choice, self.host_room)
         return with_waiting(self.workload, choice, self.host_room)

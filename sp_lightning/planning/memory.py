@@ -27,6 +27,7 @@ from sp_lightning.optim.on_device import PIECE, bytes_of_step
 from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.gradients.gradient_memory import landing_buffers, three_buffers
 from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of
+from sp_lightning.pipeline.optimizer.state_file import without_room
 from sp_lightning.pipeline.optimizer.state_ring import BUFFER, BUFFERS
 from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
@@ -91,30 +92,16 @@ def state_bytes(workload: Workload, numbers: Iterable[int]) -> int:
     return sum(unit.state_bytes for unit in workload.numbered(numbers))
 
 
-def with_drive(workload: Workload, choice: Choice, host_room: float, is_spread: bool = False) -> Choice:
-    """Return the choice in which only optimizer state that the host has no room for is on the drive.
-
-    It is that of the last units, whose gradients come first, and which the next forward needs last; or of units that
-    are spread evenly, so that others are stepped meanwhile. The resident unit is the last resort.
-    """
+def with_drive(workload: Workload, choice: Choice, host_room: float) -> Choice:
+    """Return the choice in which only optimizer state that the host has no room for is on the drive."""
     choice = replace(choice, on_drive=())
     excess = host_bytes(workload, choice) - host_room
     if not workload.has_drive or excess <= 0:
         return choice
-    excess += RING
-    kept = workload.kept_on_host(choice).keys() - set(choice.visiting)
-    able = sorted((number for number in kept if workload.everything[number].state_bytes), reverse=True)
-    if able and able[0] == len(workload.units):
-        able.append(able.pop(0))
-    counts = range(len(able) + 1)
-    sets = [spread(count, able) if is_spread else tuple(able[:count]) for count in counts]
-    of_set = partial(state_bytes, workload)
-    on_drive = sets[min(bisect_left(sets, excess, key=of_set), len(able))]
-    for number in sorted(on_drive, key=lambda number: -of_set([number])):
-        fewer = tuple(each for each in on_drive if each != number)
-        if of_set(fewer) >= excess:
-            on_drive = fewer
-    return replace(choice, on_drive=on_drive)
+    able = [number for number in workload.kept_on_host(choice) if number not in choice.visiting]
+    able.sort(key=lambda number: number != len(workload.units))  # the resident one comes first
+    sizes = {number: state_bytes(workload, [number]) for number in able}
+    return replace(choice, on_drive=tuple(without_room(sizes, sum(sizes.values()) - RING - excess)))
 
 
 def spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:

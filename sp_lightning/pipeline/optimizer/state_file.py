@@ -7,9 +7,9 @@ users who read `optimizer.state`. Linux keeps both views of a file alike.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
+import shutil
 import tempfile
 import warnings
 import weakref
@@ -95,8 +95,7 @@ class StateFile:
         weakref.finalize(self, file.close)
         self.fd = file.fileno()
         try:
-            found = os.fstatvfs(self.fd)
-            free = found.f_bavail * found.f_frsize
+            free = shutil.disk_usage(folder).free
             if nbytes > free:  # or the attempt would fill the drive
                 raise OSError(0, f"{readable_bytes(free)} are free")
             # where a file system cannot reserve room, the C library writes zeros
@@ -178,8 +177,8 @@ class StatePlaces:
 
     def on_drive(self) -> tuple[int, int]:
         """Return how many units have state on the drive, and how many bytes."""
-        places = [place for places in self._places.values() for place in places.values() if place is not None]
-        return len({place.unit for place in places}), sum(_nbytes(place.state) for place in places)
+        places = [place for places in self._places.values() for place in places.values() if place]
+        return len({place.unit for place in places}), sum(nbytes_of(place.state) for place in places)
 
     def bring(self, step: Step, states: Mapping[Gradient, dict[str, Any]], coming: int = 0) -> dict[int, StateFile]:
         """Have the state of a unit's weights in its places; return the file of each by the state's identity.
@@ -220,16 +219,16 @@ class StatePlaces:
         }
         sizes: Counter[str] = Counter()
         for weight, state in new.items():
-            sizes[weight.unit.name] += _nbytes(state)
-        free = available_host_memory()
-        chosen = spread(sizes, math.inf if free is None else SHARE_OF_FREE_RAM * free - coming)
+            sizes[weight.unit.name] += nbytes_of(state)
+        free = available_host_memory() or 0
+        chosen = without_room(sizes, SHARE_OF_FREE_RAM * free - coming)
         reserved = self._reserved({weight: new[weight] for weight in new if weight.unit.name in chosen})
         places.update({weight.master: reserved.get(weight) for weight in new})
 
     def _reserved(self, states: Mapping[Weight, Mapping[str, Tensor]]) -> dict[Weight, _Place]:
         """Return places for states like these, in a new file."""
         places: dict[Weight, _Place] = {}
-        nbytes = sum(map(_nbytes, states.values()))
+        nbytes = sum(map(nbytes_of, states.values()))
         if nbytes:
             file, offset = StateFile(self.folder, nbytes), 0
             for weight, state in states.items():
@@ -250,19 +249,27 @@ def _state_of(step: Step, gradient: Gradient) -> dict[str, Tensor]:
     )
 
 
-def _nbytes(state: Mapping[str, Tensor]) -> int:
+def nbytes_of(state: Mapping[str, Tensor]) -> int:
+    """Return the bytes on the drive of a weight's state, or of a part of it."""
     return sum(padded(value.nbytes) for value in state.values())
 
 
-def spread(sizes: Mapping[str, int], room: float) -> set[str]:
-    """Return the names of units whose state is to be elsewhere, so that the rest has room; evenly spread over all."""
-    total = sum(sizes.values())
-    excess = total - int(min(room, total))
-    chosen: set[str] = set()
-    due = 0
-    for name, size in sizes.items():
-        due += size * excess
-        if due > 0:
-            chosen.add(name)
-            due -= size * total
+def without_room(sizes: dict[Any, int], room: float) -> list[Any]:
+    """Return the names of units, listed in the order of forward, whose state is to be elsewhere if RAM has this room.
+
+    These are two of three from the end, or more if need be: their gradients come first, the next forward needs them
+    last, and others are stepped meanwhile. No more are chosen than must be.
+    """
+    excess = sum(sizes.values()) - room
+    from_end = [*reversed(sizes)]
+    for count in range(len(sizes) + 1):
+        last = from_end[: 3 * count // 2]
+        chosen = [last[place * len(last) // count] for place in range(count)]
+        spare = sum(sizes[name] for name in chosen) - excess
+        if spare >= 0:
+            break
+    for name in sorted(chosen, key=sizes.__getitem__, reverse=True):
+        if sizes[name] <= spare:
+            chosen.remove(name)
+            spare -= sizes[name]
     return chosen

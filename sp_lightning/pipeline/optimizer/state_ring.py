@@ -27,12 +27,14 @@ from itertools import count, cycle
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from sp_lightning.optim.on_device import part_of
 from sp_lightning.optim.passes import run
 from sp_lightning.optim.rules import Memory, Pass
 from sp_lightning.pipeline.lanes.backend import Backend
 from sp_lightning.pipeline.lanes.lanes import Job, Kind, Ticket
-from sp_lightning.pipeline.optimizer.state_file import PAGE, StateFile, StatePlaces, check_folder, padded
+from sp_lightning.pipeline.optimizer.state_file import PAGE, StateFile, StatePlaces, check_folder, nbytes_of, padded
 from sp_lightning.pipeline.stats import Stats
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.buffers import HostBuffer
@@ -49,6 +51,7 @@ _BEFORE_ALL_OTHERS = -(1 << 40)
 class Piece(NamedTuple):
     """A range of the elements of a weight, whose state fits in a buffer."""
 
+    unit: Unit
     number: int  # the number of the weight in its step
     begin: int
     end: int
@@ -57,8 +60,8 @@ class Piece(NamedTuple):
     nbytes: int  # of whole pages
 
 
-def pieces_of(states: Sequence[tuple[StateFile, Memory]]) -> Iterator[Piece]:
-    """Divide weights into pieces; the file of each has its state."""
+def pieces_of(unit: Unit, states: Sequence[tuple[StateFile, Memory]]) -> Iterator[Piece]:
+    """Divide the weights of a unit into pieces; the file of each has its state."""
     for number, (file, memory) in enumerate(states):
         size = memory.weight.numel()
         state = memory._replace(weight=None)
@@ -69,14 +72,12 @@ def pieces_of(states: Sequence[tuple[StateFile, Memory]]) -> Iterator[Piece]:
             end = min(begin + length, size)
             fields = part_of(state, begin, end)._asdict().items()
             tensors = {name: tensor for name, tensor in fields if tensor is not None}
-            nbytes = sum(padded(tensor.nbytes) for tensor in tensors.values())
-            yield Piece(number, begin, end, file, tensors, nbytes)
+            yield Piece(unit, number, begin, end, file, tensors, nbytes_of(tensors))
 
 
 class UnitOnDrive(Job):
     """The job that steps a unit whose state is on the drive."""
 
-    unit: Unit
     pieces: Iterator[Piece]
 
 
@@ -86,7 +87,6 @@ class _Buffer:
     # the piece in it, and the job that steps it
     piece: Piece
     job: UnitOnDrive | None = None
-    unit: Unit | None = None
 
     def __init__(self, backend: Backend) -> None:
         self.memory = HostBuffer(BUFFER, backend, pin=False).bytes
@@ -94,7 +94,7 @@ class _Buffer:
 
     def step(self, passes: Sequence[Pass]) -> None:
         """Update the piece by the passes over whole weights."""
-        number, begin, end, _, tensors, _ = self.piece
+        _, number, begin, end, _, tensors, _ = self.piece
         state: dict[str, Any] = {}
         offset = 0
         for name, tensor in tensors.items():
@@ -141,8 +141,8 @@ class StateRing:
                 buffer = self._coming.popleft()
                 buffer.ticket.join()
                 update = Job(partial(buffer.step, passes))
-                self._backend.trace.work(Kind.STEP, job.unit.name, update, Job.run).join()
-                self._request(Kind.WRITE, buffer, job.unit.name)
+                self._backend.trace.work(Kind.STEP, buffer.piece.unit.name, update, Job.run).join()
+                self._request(Kind.WRITE, buffer)
                 self._read_ahead()
         except BaseException as error:
             self._error = self._error or error
@@ -161,26 +161,27 @@ class StateRing:
                 self._reading = min(later, key=attrgetter("rank"), default=None)
                 continue
             buffer = next(self._turns)
-            buffer.job, buffer.unit, buffer.piece = job, job.unit, piece
-            self._request(Kind.READ, buffer, job.unit.name)
+            buffer.job, buffer.piece = job, piece
+            self._request(Kind.READ, buffer)
             self._coming.append(buffer)
 
-    def _request(self, kind: Kind, buffer: _Buffer, name: str) -> None:
+    def _request(self, kind: Kind, buffer: _Buffer) -> None:
         """Have the piece in a buffer read or written."""
-        job = Job(partial(self._move, kind, buffer, buffer.piece, name), nbytes=buffer.piece.nbytes)
+        piece = buffer.piece
+        job = Job(partial(self._move, kind, buffer.memory, piece), nbytes=piece.nbytes)
         worker = self._writer
         if kind is Kind.READ:
             worker = self._reader
-            job.after = [other.ticket for other in self._buffers if other.unit is buffer.unit]
+            job.after = [each.ticket for each in self._buffers if each.job and each.piece.unit is piece.unit]
             self._stats.bytes_to_drive += job.nbytes
-        buffer.ticket = self._backend.trace.work(kind, name, job, worker.submit)
+        buffer.ticket = self._backend.trace.work(kind, piece.unit.name, job, worker.submit)
 
-    def _move(self, kind: Kind, buffer: _Buffer, piece: Piece, name: str) -> None:
-        """Read or write a piece."""
+    def _move(self, kind: Kind, memory: Tensor, piece: Piece) -> None:
+        """Read a piece into memory, or write it."""
         is_read = kind is Kind.READ
         if is_read:
-            self._backend.invalidate(buffer.memory)
-        pages = buffer.memory.numpy().data
+            self._backend.invalidate(memory)
+        pages = memory.numpy().data
         try:
             for tensor in piece.state.values():
                 nbytes = padded(tensor.nbytes)
@@ -188,8 +189,8 @@ class StateRing:
                 pages = pages[nbytes:]
         except OSError as error:
             self._error = self._error or RuntimeError(
-                f"`nvme_path={self.places.folder!r}`: the drive could not {kind.label} optimizer state of {name!r}: "
-                f"{error.strerror}."
+                f"`nvme_path={self.places.folder!r}`: the drive could not {kind.label} optimizer state of "
+                f"{piece.unit.name!r}: {error.strerror}."
             )
             raise self._error from error
 

@@ -148,7 +148,7 @@ class UnitSteps:
                 for weight, _, state, *_ in group_updates
             ]
             job = on_drive = UnitOnDrive(after=arrivals, cleanup=release)
-            on_drive.unit, on_drive.pieces = unit, pieces_of(states)
+            on_drive.pieces = pieces_of(unit, states)
             on_drive.action = partial(action, partial(self.drive.step, on_drive))
         ticket = self._hand_over(unit, weights, job)
         for buffer in buffers:

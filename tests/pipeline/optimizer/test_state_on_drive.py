@@ -143,12 +143,12 @@ def test_as_little_as_possible_is_on_the_drive(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("sizes", "room", "expected"),
     [
-        ([1] * 4, 4, ""), ([1] * 4, 2, "ac"), ([1] * 4, 0, "abcd"), ([1] * 4, 3, "a"), ([1] * 6, 2, "abde"),
-        ([8, 1, 1, 1], 3, "a"), ([], 0, ""),
+        ([1] * 4, 4, ""), ([1] * 4, 2, "cd"), ([1] * 4, 0, "abcd"), ([1] * 4, 3, "d"), ([1] * 6, 2, "bcef"),
+        ([8, 1, 1, 1], 3, "a"), ([1] * 6, 1, "bcdef"), ([], 0, ""),
     ],
 )  # fmt: skip
-def test_units_on_the_drive_are_spread_evenly(sizes: list[int], room: float, expected: str) -> None:
-    chosen = state_file.spread(dict(zip("abcdef", sizes, strict=False)), room)
+def test_two_of_three_units_from_the_end_are_on_the_drive(sizes: list[int], room: float, expected: str) -> None:
+    chosen = state_file.without_room(dict(zip("abcdef", sizes, strict=False)), room)
     assert "".join(sorted(chosen)) == expected
 
 
@@ -260,7 +260,7 @@ def test_folders_that_cannot_have_state(case: str, monkeypatch: pytest.MonkeyPat
 def test_a_drive_without_room(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is known before a weight is stepped."""
     if case == "full":
-        monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
+        monkeypatch.setattr(state_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
     else:
         monkeypatch.setattr(os, "posix_fallocate", failing(errno.EDQUOT, "Quota exceeded"))
     reason = {"full": "4.0 KiB are free", "quota": "Quota exceeded"}[case]
