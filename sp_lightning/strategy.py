@@ -243,7 +243,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         try:
             self._detach()
         finally:
-            trainer = self._trainer
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
             if self._layer_sync is not None and trainer is not None and is_fitting(trainer):
                 assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)

@@ -22,6 +22,7 @@ from sp_lightning.optim.layout import (
     BLOCK,
     GROUP,
     MOMENT_NAMES,
+    ParamGroup,
     State,
     fills_memory,
     flat,
@@ -53,7 +54,7 @@ class Work(NamedTuple):
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
     # the scaling of the gradient before the update; None if there are too many factors
     scaling: Scaling | None = NO_SCALING
-    group: dict[str, Any] = {}  # the options of its param group
+    group: ParamGroup = {}  # the options of its param group
 
 
 def step_weights(update: Update, works: Sequence[Work]) -> None:

@@ -72,7 +72,11 @@ class DividedModel(NamedTuple):
 def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     """Copy a model as it would be trained, and find its units; the machine's speed does not matter here."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
-    module = _on_meta(module, None if is_mixed and given.lora is None else dtype)
+    # to the meta device, where it takes no memory; shared tensors stay shared
+    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    for weight in module.parameters():
+        copies[id(weight)] = nn.Parameter(weight.to("meta"), weight.requires_grad)
+    module = copy.deepcopy(module, copies).to(dtype=None if is_mixed and given.lora is None else dtype)
     vocabulary = frozenset(table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding))
     # transformers' routers call the number by this name
     chosen = (getattr(part, "top_k", None) for part in module.modules())
@@ -85,11 +89,11 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     for part in module.modules():
         if _in_fp8(part, given, vocabulary):
             cast -= set(map(id, part.parameters()))
-    for weight in [weight for unit in division.units for weight in unit.weights]:
-        if weight.dtype is torch.uint8:  # two numbers share a byte
-            weight.layout = weight.layout.flatten()[::2]
-        elif dtype is not None and id(weight.master) in cast:
-            weight.compute_dtype = dtype
+    for sent in [weight for unit in division.units for weight in unit.weights]:
+        if sent.dtype is torch.uint8:  # two numbers share a byte
+            sent.layout = sent.layout.flatten()[::2]
+        elif dtype is not None and id(sent.master) in cast:
+            sent.compute_dtype = dtype
     return DividedModel(division, vocabulary, chosen_experts)
 
 
@@ -148,14 +152,6 @@ def _add_adapters(
             layer.adapter = nn.Parameter(numbers)
             if bits == 4:
                 layer.weight = nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
-
-
-def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Copy a module to the meta device, where it takes no memory; shared tensors stay shared."""
-    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
-    for weight in module.parameters():
-        copies[id(weight)] = nn.Parameter(weight.to("meta"), weight.requires_grad)
-    return copy.deepcopy(module, copies).to(dtype=dtype)
 
 
 def assumed_machine(given: Assumptions) -> Machine:

@@ -23,16 +23,15 @@ from functools import lru_cache, partial
 from torch import nn
 from torch.optim import Adadelta, Adagrad, Optimizer, Rprop
 
-from sp_lightning.optim.on_device import PIECE, bytes_of_step
+from sp_lightning.optim.on_device import bytes_of_step
 from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.gradients.gradient_memory import landing_buffers, three_buffers
 from sp_lightning.pipeline.optimizer.kinds import OURS
 from sp_lightning.pipeline.optimizer.state_file import without_room
 from sp_lightning.pipeline.optimizer.state_ring import BUFFER, BUFFERS
-from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import place_in_arena
-from sp_lightning.planning.work import Choice, UnitWork, Way, Workload
+from sp_lightning.planning.work import Choice, Numbers, UnitWork, Way, Workload
 
 RING = BUFFERS * BUFFER
 """Bytes of host memory through which optimizer state on a drive passes."""
@@ -104,7 +103,7 @@ def with_drive(workload: Workload, choice: Choice, host_room: float) -> Choice:
     return replace(choice, on_drive=tuple(without_room(sizes, sum(sizes.values()) - RING - excess)))
 
 
-def spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
+def spread(count: int, numbers: Sequence[int]) -> Numbers:
     """Return `count` of these numbers, spread evenly."""
     return tuple(numbers[(2 * place + 1) * len(numbers) // (2 * count)] for place in range(count))
 
@@ -199,12 +198,6 @@ def activation_bytes(workload: Workload, choice: Choice) -> int:
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
 def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
     return place_in_arena(sizes, slots)[1]
-
-
-def bytes_of_pieces(nbytes: int, numbers: int) -> int:
-    """Return the device memory for the pieces of a visit of `nbytes`, and for its steps, which update `numbers`."""
-    of_pieces = PIECES_AT_ONCE * min(PIECE, numbers) * nbytes // max(1, numbers)
-    return of_pieces + bytes_of_step(numbers)
 
 
 def bytes_meanwhile(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> tuple[int, int]:

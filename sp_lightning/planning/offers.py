@@ -51,18 +51,13 @@ def offers(given: Assumptions) -> Iterator[Offer]:
     """Yield the best way to train each model that is offered on a machine."""
     for name, entry in known("models").items():
         if "offered_as" in entry:
-            yield _best(entry["offered_as"], name, replace(given, **batch_of(name)))
-
-
-def _best(kind: str, name: str, given: Assumptions) -> Offer:
-    module = named_model(name)
-    for way in _ways(given):
-        command = recipe(name, way)
-        if command:
-            offer = Offer(kind, name, plan_row(module, way), command)
-            if offer.row.step is not None:
-                break
-    return offer
+            module = named_model(name)
+            for way in _ways(replace(given, **batch_of(name))):
+                if command := recipe(name, way):
+                    offer = Offer(entry["offered_as"], name, plan_row(module, way), command)
+                    if offer.row.step is not None:
+                        break
+            yield offer
 
 
 def _ways(given: Assumptions) -> Iterator[Assumptions]:

@@ -25,7 +25,7 @@ from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
 from sp_lightning.planning.memory import bytes_that_stay, host_bytes
 from sp_lightning.planning.rates import probe
-from sp_lightning.planning.work import Choice, Machine, UnitWork, Workload
+from sp_lightning.planning.work import Choice, Machine, UnitWork
 
 _HOST_ROOM = 2  # activations may wait in one of this number of equal parts of free host memory
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
@@ -117,7 +117,10 @@ class AutoPlanner(Planner):
         self._machine = machine
         assert budget is not None
         free = available_host_memory()
-        taken = host_bytes(workload, _as_measured(engine, workload))
+        # the choice of the first steps, in all that matters to host memory
+        units, waited = enumerate(workload.everything), engine.waiting.waited
+        waiting = tuple(number for number, unit in units if unit.name in waited)
+        taken = host_bytes(workload, Choice(1, living=workload.staying or (), waiting=waiting))
         search = partial(
             choose,
             workload,
@@ -151,16 +154,9 @@ class AutoPlanner(Planner):
 
 def compile_updates(engine: Engine) -> None:
     """Compile the kernels that update units on the device, between steps, and learn whether that is possible."""
-    copies = [copy for segment in engine.arrangement.segments for copy in segment.copies]
-    lowered = {copy.dtype for copy in copies if copy is not None}
+    segments = engine.arrangement.segments
+    lowered = {copy.dtype for segment in segments for copy in segment.copies if copy is not None}
     with torch.inference_mode(False), torch.no_grad():
         for optimizer in engine.optimizers.states.optimizers:
             if isinstance(optimizer, AdamW):
                 optimizer.compile_updates(engine.device, lowered)
-
-
-def _as_measured(engine: Engine, workload: Workload) -> Choice:
-    """Return the choice of the first steps, in all that matters to host memory."""
-    waited = engine.waiting.waited
-    waiting = tuple(number for number, unit in enumerate(workload.everything) if unit.name in waited)
-    return Choice(1, living=workload.staying or (), waiting=waiting)

@@ -87,13 +87,18 @@ class Row:
         assert self.step is not None
         return self.step
 
+    @property
+    def lack(self) -> TooLittleMemory:
+        """The memory that is missing where nothing fits."""
+        assert self.error is not None
+        return self.error
+
     def missing(self, reason: str = "") -> str:
         """Return the missing memory of a row that does not fit as a sentence, with a reason for the need."""
-        error = self.error
-        assert error is not None
-        there = self.given.host_bytes if error.place == "host" else self.given.device_bytes
+        place = self.lack.place
+        there = self.given.host_bytes if place == "host" else self.given.device_bytes
         needed = readable_bytes(self.needed_bytes)
-        return f"it needs {needed} of {_PLACES[error.place]}{reason}, and there are {readable_bytes(there)}"
+        return f"it needs {needed} of {_PLACES[place]}{reason}, and there are {readable_bytes(there)}"
 
     @property
     def needed_bytes(self) -> int:
@@ -101,10 +106,8 @@ class Row:
 
         In whole GiB, if it is at least one.
         """
-        error = self.error
-        assert error is not None
-        given, needed = self.given, error.needed
-        if error.place == "host":
+        given, needed = self.given, self.lack.needed
+        if self.lack.place == "host":
             needed = as_sold(needed + given.bytes_of_system)
         else:
             needed = math.ceil(needed / SHARE_OF_FREE_MEMORY) + given.bytes_of_others
@@ -225,13 +228,12 @@ class Report:
         """Return the answer in one sentence, then the speed, or the remedies."""
         best, step = self.best, self.best.step
         if step is None:
-            assert best.error is not None
             helps = [
                 f"It fits {change}, with {row.given.optimizer_words} in {row.given.precision}: {row.memory}; "
                 f"{row.speed} tokens/s."
                 for change, row in self.remedies
             ]
-            missing = best.missing(f", mostly for {best.error.most}")
+            missing = best.missing(f", mostly for {best.lack.most}")
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
         slow, fast = best.tokens_per_second
@@ -341,8 +343,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
     """Yield a change of the request with which it fits, if there is one, and a machine on which it fits."""
-    assert last.error is not None
-    if last.error.place == "host" and last.given.optimizer in COMPACT and last.given.nvme_read is None:
+    if last.lack.place == "host" and last.given.optimizer in COMPACT and last.given.nvme_read is None:
         row = plan_row(module, replace(last.given, **rates_of("drives", _DRIVE)))
         if row.step is not None:
             yield f'with optimizer state on a drive (`--nvme "{_DRIVE}"`)', row
@@ -365,8 +366,7 @@ def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, R
 def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
     """Yield changes that may make it fit, the smallest first."""
     given = last.given
-    assert last.error is not None
-    if last.error.place == "device":
+    if last.lack.place == "device":
         if given.loss == "whole" and last.has_logits:
             yield "with `loss_in_slices(model)` (`--loss chunked`)", replace(given, loss="chunked")
         if given.activations != "auto":
@@ -385,7 +385,7 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
             f"in batches of {batch:,} tokens, {many} of them in a step (`--tokens {batch} --accumulate {many}`)",
             replace(given, tokens=batch, accumulate=many),
         )
-    if last.error.place == "host" and given.gradient_clip_val is not None:
+    if last.lack.place == "host" and given.gradient_clip_val is not None:
         yield "without clipping", replace(given, gradient_clip_val=None)
     lora = replace(first.given, lora=given.lora or RANK)
     if given.lora is None:

@@ -102,10 +102,6 @@ class StrategyPart(ParallelStrategy):
     pipeline: Pipeline | None  # while a module that has parameters is attached
 
     @property
-    def _trainer(self) -> Trainer | None:
-        return None if self.lightning_module is None else self.lightning_module._trainer
-
-    @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
