@@ -144,9 +144,24 @@ class CallbackMixin(_Base):
             return
         self._logged_step = step
         strategy: Any = trainer.strategy
-        values = {PREFIX + name: value for name, value in self._read(strategy.pipeline).items()}
+        pipeline: Pipeline = strategy.pipeline
+        summary, memory = pipeline.summary(), pipeline.backend.memory()
+        # where torch does not count a device's memory, the engine has counted its own
+        peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
+        # means over the steps since the last log
+        counted = _count(pipeline)
+        since = {name: count - self._counted[name] for name, count in counted.items()}
+        steps = max(1, since.pop("steps"))
+        values = {
+            "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
+            "host_bytes": float(summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes),
+            **{name: count / steps for name, count in since.items()},
+            **self._times,
+        }
+        self._counted = counted
+        self._times = {}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
+            logger.log_metrics({PREFIX + name: value for name, value in values.items()}, step=step)
 
     def _finish_recording(self, *args: Any, **kwargs: Any) -> None:
         if self._steps is not None:
@@ -176,25 +191,6 @@ class CallbackMixin(_Base):
             if self._steps is not None:
                 self._steps.close()
         self._steps = None
-
-    def _read(self, pipeline: Pipeline) -> dict[str, float]:
-        """Return the values to log: memory, means over the steps since the last call, and newly measured times."""
-        summary, memory = pipeline.summary(), pipeline.backend.memory()
-        # where torch does not count a device's memory, the engine has counted its own
-        peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
-        on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
-        counted = _count(pipeline)
-        since = {name: count - self._counted[name] for name, count in counted.items()}
-        steps = max(1, since.pop("steps"))
-        values = {
-            "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
-            "host_bytes": float(on_host),
-            **{name: count / steps for name, count in since.items()},
-            **self._times,
-        }
-        self._counted = counted
-        self._times = {}
-        return values
 
 
 def unlike_the_plan(numbers: Breakdown, plan: WindowPlan, batches: int) -> str:

@@ -82,7 +82,15 @@ def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     chosen = (getattr(part, "top_k", None) for part in module.modules())
     chosen_experts = next((number for number in chosen if isinstance(number, int)), None)
     if given.lora is not None:
-        _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype, given.bits)
+        # freeze it, and add the numbers of an adapter to each of its linear layers but the head
+        module.requires_grad_(False)
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and layer.out_features not in vocabulary:
+                size = given.lora, layer.in_features + layer.out_features
+                numbers = torch.empty(size, device="meta", dtype=None if is_mixed else dtype)
+                layer.adapter = nn.Parameter(numbers)
+                if given.bits == 4:
+                    layer.weight = nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
     division = find_units(module, given.units, given.resident, given.device_bytes)
     cast = weights_of_cast_layers(module) if is_mixed else set()
     # torchao's own casts need them as they are
@@ -139,19 +147,6 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         outside_bytes=resident.ways[0].held + int(_SCALES * sum(map(_rounded, division.all_units()))),
         turn_bytes=int(turn),
     )
-
-
-def _add_adapters(
-    module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None, bits: int
-) -> None:
-    """Freeze a model, and add the numbers of an adapter to each of its linear layers but the head."""
-    module.requires_grad_(False)
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and layer.out_features not in vocabulary:
-            numbers = torch.empty(rank, layer.in_features + layer.out_features, device="meta", dtype=dtype)
-            layer.adapter = nn.Parameter(numbers)
-            if bits == 4:
-                layer.weight = nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
 
 
 def assumed_machine(given: Assumptions) -> Machine:

@@ -120,18 +120,6 @@ def may_live_on_device(optimizers: Iterable[Optimizer], parameters: Collection[n
     return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
 
 
-def _may_visit(optimizers: Collection[Optimizer], fused: bool) -> bool:
-    """Tell whether units may be updated on the device: all optimizers step weights in one pass.
-
-    `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
-    """
-    return bool(optimizers) and all(
-        why_not_by_unit(optimizer) is None and OnePass(optimizer, settings).is_possible
-        for optimizer in optimizers
-        for settings in settings_of(optimizer, fused)
-    )
-
-
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that it has, and the places where it may be stepped."""
     states, processes = engine.optimizers.states, engine.processes
@@ -148,7 +136,15 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         *bytes_meanwhile(optimizers if on_accelerator else (), masters),
         trains=trains,
         lives=plans and (is_free or not is_stepped) and (not trains or may_live_on_device(optimizers, masters)),
-        visits=is_free and processes is None and _may_visit(optimizers, engine.steps.fused),
+        # units may be updated on the device if all optimizers step weights in one pass
+        visits=is_free
+        and processes is None
+        and bool(optimizers)
+        and all(
+            why_not_by_unit(optimizer) is None and OnePass(optimizer, settings).is_possible
+            for optimizer in optimizers
+            for settings in settings_of(optimizer, engine.steps.fused)
+        ),
     )
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from sp_lightning.optim.optimizers import COMPACT, AdamW
-from sp_lightning.pipeline import Pipeline, Progress
+from sp_lightning.pipeline import Progress
 from sp_lightning.pipeline.host_memory import has_room_for, private_files
 from sp_lightning.pipeline.operations import instances_in
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
@@ -182,7 +182,6 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
 
     lightning: ClassVar[Namespace]
     meetings: Meetings
-    pipeline: Pipeline | None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
