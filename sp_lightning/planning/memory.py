@@ -124,7 +124,11 @@ def first_choice(workload: Workload, device_room: float = 0.0, host_room: float 
         next_one = replace(first, living=able_to_live[:count], waiting=(), on_drive=())
         if count and device_bytes(workload, next_one) > device_room:
             break
-        first = with_drive(workload, _with_most_waiting(workload, next_one, device_room), host_room)
+        # the most gradients wait on the device that there is room for, if the host gains by it
+        choices = _with_more_waiting(workload, next_one)
+        most = bisect_right(choices, device_room, lo=1, key=partial(device_bytes, workload))
+        next_one = min(next_one, choices[most - 1], key=partial(host_bytes, workload))
+        first = with_drive(workload, next_one, host_room)
     return first
 
 
@@ -136,13 +140,6 @@ def first_host_bytes(workload: Workload, first: Choice) -> int:
     elsewhere = state_bytes(workload, (*first.living, *first.on_drive))
     afterwards = sum(unit.host_bytes for unit in workload.everything) - elsewhere
     return max(host_bytes(workload, first), afterwards)
-
-
-def _with_most_waiting(workload: Workload, choice: Choice, device_room: float) -> Choice:
-    """Return the choice with as many gradients waiting on the device as there is room for, if the host gains by it."""
-    choices = _with_more_waiting(workload, choice)
-    most = bisect_right(choices, device_room, lo=1, key=partial(device_bytes, workload))
-    return min(choice, choices[most - 1], key=partial(host_bytes, workload))
 
 
 def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice:

@@ -27,21 +27,16 @@ class Offer:
     row: Row
     command: str  # of a recipe
 
-    @property
-    def trained(self) -> str:
-        """Words for the trained weights, and for compact moments."""
-        given = self.row.given
-        if given.lora is not None:
-            return "LoRA" if given.bits == 16 else "QLoRA"
-        return f"all weights, {given.moments} moments" if given.moments else "all weights"
-
     def __str__(self) -> str:
-        row, step = self.row, self.row.step
+        row, step, given = self.row, self.row.step, self.row.given
+        trained = f"all weights, {given.moments} moments" if given.moments else "all weights"
+        if given.lora is not None:
+            trained = "LoRA" if given.bits == 16 else "QLoRA"
         label = f"{self.kind:<16}{self.model:<27}"
         if step is None:
             return f"{label}does not fit: {row.missing()}"
         memory = f"{readable_bytes(step.device_bytes):>10}{readable_bytes(step.host_bytes):>11}"
-        return f"{label}{self.trained:<26}{memory}  {row.speed}"
+        return f"{label}{trained:<26}{memory}  {row.speed}"
 
 
 HEAD = f"{'':<43}{'trained':<26}{'GPU':>10}{'RAM':>11}  tokens/s"
