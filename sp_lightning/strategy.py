@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,10 +22,10 @@ from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import Namespace, is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, bytes_on_device, nbytes_of, own_all_but_weights
-from sp_lightning.trainer.first_plan import keep_units_on_device
 from sp_lightning.trainer.host_memory import (
     copy_pruned_originals,
     keep_averages_on_host,
+    keep_units_on_device,
     materialize,
     room_for_gradients,
 )
@@ -87,12 +87,10 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if self.root_device.type != "cpu" or self.is_distributed:
             copy_pruned_originals(trainer, self.lightning)
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         # Lightning does so around all micro-batches of a step but the last one.
-        with self.meetings.without_averages():
-            yield
+        return self.meetings.without_averages()
 
     @contextmanager
     @override
