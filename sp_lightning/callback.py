@@ -80,7 +80,9 @@ class CallbackMixin(_Base):
 
     def _begin_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         strategy = trainer.strategy
-        if _is_within_a_fit(trainer) or not isinstance(strategy, SuperpipelineMixin) or strategy.pipeline is None:
+        if not isinstance(strategy, SuperpipelineMixin) or strategy.pipeline is None:
+            return
+        if is_fitting(trainer) and not trainer.training:  # a fit that validates is not measured
             return
         if self._steps is None:
             self._numbers = self._logged_step = None
@@ -170,7 +172,7 @@ class CallbackMixin(_Base):
     on_validation_start = on_train_epoch_end = _finish_recording
 
     def _end_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._steps is None or _is_within_a_fit(trainer):
+        if self._steps is None or (is_fitting(trainer) and not trainer.training):
             return
         self._finish_recording()
         self._steps = None
@@ -208,11 +210,6 @@ def unlike_the_plan(numbers: Breakdown, plan: WindowPlan, batches: int) -> str:
     }
     largest = max(causes, key=causes.__getitem__)
     return f"{words}, limited by {_LIMITS.get(plan.bottleneck, 'copies')}; most of the difference is {largest}."
-
-
-def _is_within_a_fit(trainer: Trainer) -> bool:
-    """Tell whether a fit validates, which is not measured."""
-    return is_fitting(trainer) and not trainer.training
 
 
 def _count(pipeline: Pipeline) -> dict[str, int]:

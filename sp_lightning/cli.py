@@ -53,9 +53,8 @@ from sp_lightning.planning.known import (
     rates_of_gpu,
     recipe,
 )
-from sp_lightning.planning.offers import HEAD, offers
 from sp_lightning.planning.rates import measure
-from sp_lightning.planning.report import Report, Row
+from sp_lightning.planning.report import HEAD, Report, Row, offers
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

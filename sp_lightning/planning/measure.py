@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -202,7 +201,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     steps = [_computing(recording, begin, end, in_order) for begin, end in recording.steps]
     # a step that returns no loss has no backward
     steps = [step for step in steps if any(kind is Kind.BACKWARD for kind, _, _ in step)] or steps
-    phases = set(chain(*steps))
+    phases = set().union(*steps)
     fastest = defaultdict(float, {phase: min(step[phase] for step in steps) for phase in phases})
     stepping: Stepping | None = None
     micro_steps = 1

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def materialize(
 
 
 def _meta_tensors(owner: nn.Module) -> list[Tensor]:
-    return [t for t in chain(owner.parameters(recurse=False), owner.buffers(recurse=False)) if t.is_meta]
+    return [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if t.is_meta]
 
 
 def _fill(tensors: Sequence[Tensor], reset: Callable[[], object]) -> None:
