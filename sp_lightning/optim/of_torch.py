@@ -85,16 +85,13 @@ class OnePass:
 
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""
-        passes = passes_of(self._update, self._in_group(works))
+        passes = passes_of(self._update, [work._replace(group=self._settings) for work in works])
         count(works)
         return passes
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
-        step_weights(self._update, self._in_group(works))
-
-    def _in_group(self, works: Sequence[Work]) -> list[Work]:
-        return [work._replace(group=self._settings) for work in works]
+        step_weights(self._update, [work._replace(group=self._settings) for work in works])
 
 
 def scaling_of(factors: Iterable[float | Tensor]) -> Scaling | None:

@@ -9,6 +9,7 @@ rows of any length (docs/cli.md).
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -154,19 +155,20 @@ def assumed_machine(given: Assumptions) -> Machine:
     host = given.host_bandwidth * 1e9
     share = host / given.devices
     link = min(given.link * 1e9, share)
-    machine = Machine(
+    both = _BOTH_WAYS * link
+    memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
+    if given.devices > 1:  # copies have their share
+        both, memory = min(both, share), math.inf
+    return Machine(
         to_device=link,
         to_host=link,
         host=host,
-        both=_BOTH_WAYS * link,
+        both=both,
+        host_memory=memory,
         device_memory=REACHED_OF_MEMORY * given.device_bandwidth * 1e9,
         kernel_seconds=KERNEL_SECONDS,
         drive=given.drive_rate,
     )
-    if given.devices > 1:  # copies have their share
-        return replace(machine, both=min(machine.both, share))
-    memory = given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth
-    return replace(machine, host_memory=memory * 1e9)
 
 
 def _in_fp8(layer: nn.Module, given: Assumptions, vocabulary: Collection[int]) -> bool:

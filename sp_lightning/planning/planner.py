@@ -72,19 +72,18 @@ class AutoPlanner(Planner):
         validates = builds_graph != self._trains
         if validates or situation != before:
             self.abandon()
-        if validates:
-            return None if planned is None else planned.plan
-        auto = engine.activations.auto
-        # the size of inputs, or of activations where inputs are not measured
-        size = engine.meter.step_peak if auto is None else auto.input_bytes
-        if planned is None or size > _MUCH_LARGER * planned.measured_size:
-            measured = self._measure(engine)
-            if measured is not None:
-                planned = _Planned(self._plan(engine, measured), size, measured, size)
-                self._plans[situation] = planned
-        if planned is not None and auto is not None and size > planned.size:
-            # this uses the times that were measured
-            planned.plan, planned.size = self._plan(engine, planned.measured), size
+        if not validates:
+            auto = engine.activations.auto
+            # the size of inputs, or of activations where inputs are not measured
+            size = engine.meter.step_peak if auto is None else auto.input_bytes
+            if planned is None or size > _MUCH_LARGER * planned.measured_size:
+                measured = self._measure(engine)
+                if measured is not None:
+                    planned = _Planned(self._plan(engine, measured), size, measured, size)
+                    self._plans[situation] = planned
+            if planned is not None and auto is not None and size > planned.size:
+                # this uses the times that were measured
+                planned.plan, planned.size = self._plan(engine, planned.measured), size
         return None if planned is None else planned.plan
 
     @override

@@ -425,7 +425,7 @@ class Offer:
         return f"{label}{trained:<26}{memory}  {row.speed}"
 
 
-HEAD = f"{'':<43}{'trained':<26}{'GPU':>10}{'RAM':>11}  tokens/s"
+HEAD_OF_OFFERS = f"{'':<43}{'trained':<26}{'GPU':>10}{'RAM':>11}  tokens/s"
 
 
 def offers(given: Assumptions) -> Iterator[Offer]:
