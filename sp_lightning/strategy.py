@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -25,7 +25,6 @@ from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, bytes_on_device
 from sp_lightning.trainer.host_memory import (
     copy_pruned_originals,
     keep_averages_on_host,
-    keep_units_on_device,
     materialize,
     room_for_gradients,
 )
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, PrecisionMixin):
+class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, PrecisionMixin):  # type: ignore[misc]
     """Trains, validates, tests and predicts with models larger than GPU memory.
 
     The model is split into units (layers, blocks), whose weights, gradients and optimizer state are in CPU memory. At
@@ -140,7 +139,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             self.lightning,
             gradients_pass,
             has_drive=self.options.nvme_path is not None,
-            or_else=partial(keep_units_on_device, pipeline, self.optimizers, gradients_pass, some_wait, micro_steps),
+            pipeline=pipeline,
+            micro_steps=micro_steps,
         )
         pipeline.waiting.limit(room)
 

@@ -44,7 +44,7 @@ class _Planned:
 class AutoPlanner(Planner):
     """Measures the first steps, and then makes the choices that the user has left open (see `choose`)."""
 
-    def __init__(self, tell: Callable[[WindowPlan], None] | None = None) -> None:
+    def __init__(self, tell: Callable[[WindowPlan], object] = lambda _: None) -> None:
         self._tell = tell  # a function that gets each new plan
         # plans by the situation that they are for: the bytes of all units, and whether there is a backward
         self._plans: dict[tuple[tuple[UnitWork, ...], bool], _Planned] = {}
@@ -146,8 +146,7 @@ class AutoPlanner(Planner):
             device_bytes=prediction.device_bytes,
             policies={unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)},
         )
-        if self._tell is not None:
-            self._tell(plan)
+        self._tell(plan)
         return plan
 
 

@@ -146,21 +146,18 @@ class Row:
         """The number of units that stay on the device, without the resident one."""
         return sum(number < self.units for number in self.fastest.choice.living)
 
-    def written(self) -> int:
-        """Return the bytes that a step writes to the drive."""
-        return self.fastest.bytes_to_drive
-
     def wear(self) -> str:
         """Return what a step and a run write to the drive, as a line; nothing if it is not needed."""
-        if not self.written():
+        in_step = self.fastest.bytes_to_drive
+        if not in_step:
             return ""
         slow, fast = self.tokens_per_second
-        written = self.written() / 1e12 * _RUN / self.given.tokens_in_step
+        written = in_step / 1e12 * _RUN / self.given.tokens_in_step
         part = ""
         if (endurance := self.given.nvme_endurance) is not None:
             part = f", {written / endurance:.1%} of the {endurance:,.0f} TB that its maker warrants"
         return (
-            f"\nA step writes {self.written() / 1e9:.1f} GB to the drive. A run of {_RUN:,} tokens takes "
+            f"\nA step writes {in_step / 1e9:.1f} GB to the drive. A run of {_RUN:,} tokens takes "
             f"{readable_hours(_RUN / fast, _RUN / slow)} and writes {written:.1f} TB{part}."
         )
 
@@ -217,7 +214,7 @@ class Report:
     def best(self) -> Row:
         """The first row that fits without a drive, or else that which writes least to it, or else the last one."""
         fitting = [row for row in self.rows if row.step is not None]
-        return min(fitting, key=Row.written, default=self.rows[-1])
+        return min(fitting, key=lambda row: row.fastest.bytes_to_drive, default=self.rows[-1])
 
     def __str__(self) -> str:
         table = [_HEAD, *map(str, self.rows)]

@@ -157,7 +157,8 @@ def room_for_gradients(
     lightning: FabricNamespace,
     gradients_pass: bool = False,
     has_drive: bool = False,
-    or_else: Callable[[], float | None] = lambda: None,
+    pipeline: Pipeline | None = None,
+    micro_steps: int = 1,
 ) -> float:
     """Return the host memory that gradients may take besides the state of optimizers; infinite if all of them fit.
 
@@ -170,7 +171,8 @@ def room_for_gradients(
         lightning: The namespace whose error is raised.
         gradients_pass: Whether gradients are used as they come, and never wait for all others.
         has_drive: Whether a drive holds the state for which there is no room.
-        or_else: Makes room, and returns it, where there is too little; None if it cannot.
+        pipeline: The pipeline whose units may stay on the device, where there is too little room; None if they may not.
+        micro_steps: Number of batches in a step.
 
     Raises:
         MisconfigurationException: Gradients and optimizer state do not fit.
@@ -184,7 +186,9 @@ def room_for_gradients(
         return math.inf
     if some_may_wait and _PASSING * gradients + state <= free:
         return free - state
-    room = or_else()
+    room = None
+    if pipeline is not None:
+        room = keep_units_on_device(pipeline, optimizers, gradients_pass, some_may_wait, micro_steps)
     if room is None:
         names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         raise lightning.misconfiguration(
