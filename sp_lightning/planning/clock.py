@@ -104,7 +104,7 @@ class _Pass:
         self._on_drive = self._on_host.keys() & set(choice.on_drive)
         # a drive writes state into this memory, and reads it
         passing = state_bytes(workload, self._on_drive)
-        self._landing = landing_buffers(len(self._units))
+        self._landing = landing_buffers(sum(unit.weight_bytes > 0 for unit in self._units))
         self._bytes_on_host = sum(self._on_host.values()) + 2 * passing
         self._steps_in_backward = steps and workload.stepping == "in backward"
         # units that visit in backward, and those that the next forward has visit
@@ -115,9 +115,10 @@ class _Pass:
         # when each unit has been stepped, or may be by its visit
         self._ready = [0.0 if streams else math.inf for streams in self._streams]
         self._compute, self._drive = _Lane(1.0), _Lane(machine.drive)
-        # steps of units on the drive take their part of the host
+        # steps of units on the drive take their part of the host, up to a half, and no more than there is to do
         stepped = sum(self._on_host[number] for number in self._on_drive)
-        beside = machine.drive * stepped / passing if stepped else 0.0
+        every = sum(self._on_host.values())
+        beside = min(machine.drive / passing, machine.host / every) * stepped if stepped else 0.0
         self._host = _Lane(max(machine.host / 2, machine.host - beside))
         self._slower = self._slowed()
         self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
