@@ -115,11 +115,8 @@ class _Pass:
         # when each unit has been stepped, or may be by its visit
         self._ready = [0.0 if streams else math.inf for streams in self._streams]
         self._compute, self._drive = _Lane(1.0), _Lane(machine.drive)
-        # steps of units on the drive take their part of the host, up to a half, and no more than there is to do
-        stepped = sum(self._on_host[number] for number in self._on_drive)
-        every = sum(self._on_host.values())
-        beside = min(machine.drive / passing, machine.host / every) * stepped if stepped else 0.0
-        self._host = _Lane(max(machine.host / 2, machine.host - beside))
+        # steps of units on the drive run beside others, and together they are no faster
+        self._host, self._stepping = _Lane(machine.host), _Lane(machine.host)
         self._slower = self._slowed()
         self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
         self.lanes = {
@@ -199,7 +196,7 @@ class _Pass:
                     insort(stepped, self._update(number))
             if self._streams[number]:
                 freed.append(self._compute.free)
-        for lane in (self._host, self._drive):
+        for lane in (self._host, self._drive, self._stepping):
             lane.free = lane.moved = 0.0
 
     def _visit_in_backward(self, until: float) -> None:
@@ -268,7 +265,9 @@ class _Pass:
         nbytes: float = self._on_host[number]
         if number in self._on_drive:  # the slower one of drive and host keeps the other one waiting
             nbytes = max(self._units[number].state_bytes, nbytes * self._machine.drive / self._machine.host)
-        return self._lane_of(number).move(nbytes, self._come[number])
+        lane, come = self._lane_of(number), self._come[number]
+        lane.free = max(lane.move(nbytes, come), self._stepping.move(self._on_host[number], come))
+        return lane.free
 
     def _bring(self, number: int, begin: float, nbytes: int) -> float:
         """Send a unit, from a moment on, or have its visit bring the new weights; return when it has arrived."""
