@@ -28,10 +28,10 @@ import math
 from bisect import insort
 from dataclasses import dataclass
 
-from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS, landing_buffers
+from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
-from sp_lightning.planning.memory import device_bytes, host_bytes, state_bytes
+from sp_lightning.planning.memory import device_bytes, host_bytes, landing_count, state_bytes
 from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
 
 # the part of computing that is limited by the device's memory, which others take from it
@@ -104,7 +104,7 @@ class _Pass:
         self._on_drive = self._on_host.keys() & set(choice.on_drive)
         # a drive writes state into this memory, and reads it
         passing = state_bytes(workload, self._on_drive)
-        self._landing = landing_buffers(sum(unit.weight_bytes > 0 for unit in self._units))
+        self._landing = landing_count(workload)
         self._bytes_on_host = sum(self._on_host.values()) + 2 * passing
         self._steps_in_backward = steps and workload.stepping == "in backward"
         # units that visit in backward, and those that the next forward has visit
