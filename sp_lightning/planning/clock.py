@@ -28,10 +28,10 @@ import math
 from bisect import insort
 from dataclasses import dataclass
 
-from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS
+from sp_lightning.pipeline.gradients.gradient_memory import FEW_BUFFERS, landing_buffers
 from sp_lightning.pipeline.lanes.lanes import Lane
 from sp_lightning.pipeline.weights.segment import STAGING_BUFFERS
-from sp_lightning.planning.memory import device_bytes, host_bytes, landing_count, state_bytes
+from sp_lightning.planning.memory import device_bytes, host_bytes, state_bytes
 from sp_lightning.planning.work import Choice, Machine, Prediction, Workload
 
 # the part of computing that is limited by the device's memory, which others take from it
@@ -102,10 +102,9 @@ class _Pass:
             if steps and unit.step_bytes and number not in choice.visiting
         }
         self._on_drive = self._on_host.keys() & set(choice.on_drive)
+        self._landing = landing_buffers(sum(unit.weight_bytes > 0 for unit in self._units))
         # a drive writes state into this memory, and reads it
-        passing = state_bytes(workload, self._on_drive)
-        self._landing = landing_count(workload)
-        self._bytes_on_host = sum(self._on_host.values()) + 2 * passing
+        self._bytes_on_host = sum(self._on_host.values()) + 2 * state_bytes(workload, self._on_drive)
         self._steps_in_backward = steps and workload.stepping == "in backward"
         # units that visit in backward, and those that the next forward has visit
         self._early = [*choice.visiting] if self._steps_in_backward and not choice.defers_visits else []
@@ -115,8 +114,9 @@ class _Pass:
         # when each unit has been stepped, or may be by its visit
         self._ready = [0.0 if streams else math.inf for streams in self._streams]
         self._compute, self._drive = _Lane(1.0), _Lane(machine.drive)
-        # steps of units on the drive run beside others, and together they are no faster
-        self._host, self._stepping = _Lane(machine.host), _Lane(machine.host)
+        # the part of the host that steps of units on the drive take from others; all together are no faster than it
+        self._beside = 0.0
+        self._host, self._together = _Lane(machine.host), _Lane(machine.host)
         self._slower = self._slowed()
         self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
         self.lanes = {
@@ -196,7 +196,7 @@ class _Pass:
                     insort(stepped, self._update(number))
             if self._streams[number]:
                 freed.append(self._compute.free)
-        for lane in (self._host, self._drive, self._stepping):
+        for lane in (self._host, self._drive, self._together):
             lane.free = lane.moved = 0.0
 
     def _visit_in_backward(self, until: float) -> None:
@@ -262,11 +262,15 @@ class _Pass:
 
     def _update(self, number: int) -> float:
         """Have the host step a unit whose gradients have come; return when it is over."""
-        nbytes: float = self._on_host[number]
+        lane, nbytes, come = self._lane_of(number), self._on_host[number], self._come[number]
+        seconds = alone = nbytes / self._machine.host
         if number in self._on_drive:  # the slower one of drive and host keeps the other one waiting
-            nbytes = max(self._units[number].state_bytes, nbytes * self._machine.drive / self._machine.host)
-        lane, come = self._lane_of(number), self._come[number]
-        lane.free = max(lane.move(nbytes, come), self._stepping.move(self._on_host[number], come))
+            seconds = max(alone, self._units[number].state_bytes / lane.rate)
+            self._beside = min(0.5, alone / seconds)
+        else:
+            crowded = min(self._drive.free - max(lane.free, come), alone / (1 - self._beside))
+            seconds += max(0.0, crowded) * self._beside
+        lane.free = max(lane.move(seconds * lane.rate, come), self._together.move(nbytes, come))
         return lane.free
 
     def _bring(self, number: int, begin: float, nbytes: int) -> float:

@@ -64,11 +64,6 @@ def gradient_bytes(workload: Workload, choice: Choice) -> int:
     return workload.staging_buffers * max(workload.gradients_to_host(replace(choice, waiting=())))
 
 
-def landing_count(workload: Workload) -> int:
-    """Return the number of buffers that gradients pass through; a resident unit without weights does not count."""
-    return landing_buffers(sum(unit.weight_bytes > 0 for unit in workload.everything))
-
-
 def landing_bytes(workload: Workload, choice: Choice) -> int:
     """Return the host memory for gradients: for few if they are used or added as they come, else for all."""
     gradients = sorted(workload.gradients_to_host(choice), reverse=True)
@@ -77,7 +72,7 @@ def landing_bytes(workload: Workload, choice: Choice) -> int:
         few = sum(three_buffers(map(workload.bytes_that_wait, workload.kept_on_host(choice))))
         return few + (0 if pass_through else sum(gradients))
     if pass_through:
-        gradients = gradients[: landing_count(workload)]
+        gradients = gradients[: landing_buffers(len(gradients))]
     return sum(gradients)
 
 
