@@ -1,15 +1,17 @@
 """A machine with a drive, on virtual clocks: the engine's own threads run in virtual time.
 
-    host     steps of units whose state is in RAM, on one thread
-    drive    steps of units whose state is on the drive, piece by piece, on another one
-    memory   what both have to move, a piece at a time in turn: together they are no faster than one of them
-    read     from the drive to RAM ...
-    write    ... and back, each at its rate, and both together at another one
+    host     a thread that steps units whose state is in RAM
+    drive    a thread that steps units whose state is on the drive, piece by piece
+    memory   moves what both step; they take turns, a piece each, and together are no faster than one alone
+    read     from the drive to RAM
+    write    back to the drive; each has a rate, and both together have another one
 
-simulated.py does all at once, and gives it its time later. Here what is done first decides what comes next: the thread
-of the drive chooses what to read by what is ready, and backward waits for buffers. So all is done at its virtual time.
-That thread is a real one, which runs while nothing else does: a ticket that it joins suspends it until that is done.
-The main thread, which waits for a landing buffer, has time pass until one is free.
+simulated.py does everything at once, and gives it its time later. Here all is done at its virtual time, because the
+engine decides by what has happened so far: the thread of the drive reads ahead for a unit that is ready, and backward
+waits for a landing buffer. Everything of the engine runs: its order of requests, its ring of buffers, its passes over
+pieces. The thread of the drive is a real one, which runs only while nothing else does. A ticket that it joins suspends
+it until the virtual moment at which that is done. When the main thread waits for a landing buffer, time passes until
+one is free. Requests copy from the map of the file and back, as no real drive is needed.
 """
 
 from __future__ import annotations
@@ -134,7 +136,7 @@ class BackendWithDrive(SimulatedBackend):
         write: Bytes per second to the drive.
         both_of_drive: Bytes per second of both together.
         per_byte: Bytes of host memory that a step moves for each byte that it is said to move.
-        piece: The bytes of host memory after which one thread leaves it to the other one.
+        piece: The bytes of host memory after which it is another thread's turn.
     """
 
     defers = True

@@ -8,7 +8,7 @@ soon as everything that this waits for is done:
     computing      the unit's weights, and its activations if they wait on the host
     gradients      one of two buffers on the device, so computing waits for the copy before the last one
     steps          their gradients or, clipped, those of all units; of several that could begin, the first unit's; those
-                   whose state is on a drive pass through it one after the other, beside all others
+                   whose state is on a drive pass through it one after the other, beside the others on the host
     visits         the same, and the visit before; after backward or deferred, the moment at which their unit is loaded
 
 Copies up and down share the link; all copies and the steps on the host share the host's memory. No part of a step takes

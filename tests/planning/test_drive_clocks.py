@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from sp_lightning.optim import AdamW
 from sp_lightning.pipeline import Pipeline, PipelineOptions
@@ -118,25 +119,27 @@ class Blocks:
         ):
             yield backend
 
-    def train(self, clips: bool, steps: int = 3) -> tuple[Trained, list[torch.Tensor]]:
+    def model(self, backend: BackendWithDrive) -> nn.Module:
+        torch.manual_seed(0)
+        return Chain(TimedBlock(WIDTH, backend, self.forward, 2 * self.forward) for _ in range(self.units))
+
+    def train(self, clips: bool, steps: int = 3) -> tuple[Trained, list[Tensor]]:
         """Train them; return also their weights."""
         with self.backend() as backend:
-            model = made(backend, self.units, self.forward)
+            model = self.model(backend)
             options = PipelineOptions(units=[TimedBlock], activations="keep", nvme_path=".")
             pipeline = Pipeline(model, "cpu", options=options, backend=backend, planner=Fixed((self.k,)))
             optimizer = AdamW(model.parameters(), lr=1e-3)
-            x = torch.ones(1, WIDTH, requires_grad=True)
             how = {"in_backward": not clips, "clip": clips}
-            seconds = timed_steps(pipeline, backend, optimizer, lambda: model(x).square().sum(), steps, **how)
+            seconds = timed_steps(pipeline, backend, optimizer, lambda: loss_of(model), steps, **how)
             trained = finish(pipeline, seconds)
         assert trained.summary.on_drive == (self.on_drive, self.on_drive * STATE)
         assert trained.stats.bytes_to_drive == steps * self.on_drive * STATE
         return trained, [parameter.detach() for parameter in model.parameters()]
 
 
-def made(backend: BackendWithDrive, units: int, forward: float) -> Chain:
-    torch.manual_seed(0)
-    return Chain(TimedBlock(WIDTH, backend, forward, 2 * forward) for _ in range(units))
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(1, WIDTH, requires_grad=True)).square().sum()
 
 
 CASES = [(3.0, 0.3), (2.0, 1.0), (1.2, 0.6), (1.0, 0.3), (0.3, 0.6), (0.3, 1.0)]
@@ -152,3 +155,17 @@ def test_a_step_takes_as_long_as_planned(speed: float, share: float, clips: bool
     planned = blocks.plan(clips)
     print(f"\n{blocks}: planned {planned:.4g}, takes {trained.seconds[-1]:.4g}")
     assert planned == pytest.approx(trained.seconds[-1], rel=0.07)
+
+
+def test_virtual_time_changes_no_number() -> None:
+    """State was really written and read between two steps, by updates in the order of virtual time."""
+    blocks = Blocks.drawn(random.Random(0), 1.2, 0.6)
+    _, weights = blocks.train(clips=False)
+    with blocks.backend() as backend:
+        model = blocks.model(backend)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, weights, model.parameters()))
