@@ -301,6 +301,7 @@ class SimulatedBackend(Backend):
     ) -> SimulatedTicket:
         if not self.defers:
             action()
+            action = do_nothing
         ticket, asked = SimulatedTicket(self, None, seconds), max(self.main, not_before)
         self._pending.append(Pending(ticket, lane, asked, after, seconds, stream, told, job, action))
         return ticket
