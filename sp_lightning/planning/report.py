@@ -241,24 +241,20 @@ class Report:
         given = best.given
         slow, fast = best.tokens_per_second
         precision = given.precision + " that multiplies in FP8" * given.fp8
+        advice = ""
+        if (other := self.in_16_bits) is not None:
+            verdict = "FP8 does not pay here, so leave out `--fp8`"
+            if slow > _PAYS * other.tokens_per_second[0]:
+                verdict = "FP8 rounds, so its numbers are not exact"
+            advice = f"\n{verdict}. Without FP8: {other.speed} tokens/s."
         return (
             f"{self.title} fits with {given.optimizer_words} in {precision}, including the first steps: "
             f"{best.memory}.\n"
             f"Estimated speed: {best.speed} tokens/s ({readable_hours(1e6 / fast, 1e6 / slow)} per million); a step of "
             f"{given.tokens_in_step:,} tokens takes {readable_seconds(step.seconds)}"
             f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}."
-            f"{best.wear()}{self.advice()}"
+            f"{best.wear()}{advice}"
         )
-
-    def advice(self) -> str:
-        """Return whether FP8 pays, as a line; nothing if it was not asked for."""
-        other = self.in_16_bits
-        if other is None:
-            return ""
-        verdict = "FP8 does not pay here, so leave out `--fp8`"
-        if self.best.tokens_per_second[0] > _PAYS * other.tokens_per_second[0]:
-            verdict = "FP8 rounds, so its numbers are not exact"
-        return f"\n{verdict}. Without FP8: {other.speed} tokens/s."
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
