@@ -179,9 +179,9 @@ def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int
 
 def activation_bytes(workload: Workload, choice: Choice) -> int:
     """Return the peak device memory for saved tensors, gradients that stay, the computing of units, and the turn."""
-    if not workload.trains:
-        return workload.outside_bytes
     always = workload.outside_bytes
+    if not workload.trains:
+        return always
     staying: list[int] = []
     if workload.gradients_stay:
         stay = {*choice.visiting, *choice.waiting}
