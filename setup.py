@@ -57,7 +57,7 @@ class BuildWithRecipes(build_py):
             recipes = Path(self.build_lib, "sp_lightning", "recipes")
             self.mkpath(str(recipes))
             examples = ROOT / "examples"
-            for script in [*sorted(examples.glob("*.py")), examples / "benchmarks" / "machine_speed.py"]:
+            for script in sorted([*examples.glob("*.py"), *examples.glob("benchmarks/*_speed.py")]):
                 self.copy_file(str(script), str(recipes / script.name))
 
 

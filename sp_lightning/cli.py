@@ -124,7 +124,7 @@ def main() -> int:
         return _fail(in_one_sentence(error), 2)
     except (OSError, ValueError) as error:
         # the error is about an argument of our own command, or its files; else the strategy's constructor refused one
-        refused = re.findall(r"  - (`\w+=.*)", str(error))
+        refused = re.findall(r"(?:^|  - )(`\w+=.*)", str(error))
         if command != "plan" and not refused:
             raise
         return _fail(next(iter(refused), str(error)), 2)
@@ -142,7 +142,8 @@ def _check(arguments: Sequence[str]) -> int:
     """Compare streamed training with plain training: of a small model, or of the program that arguments describe."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} check",
-        usage="%(prog)s [DEVICE] [--speed] [--steps N] [--config run.yaml | --model CLASS [--data CLASS] ...]",
+        usage="%(prog)s [DEVICE] [--speed [--nvme-path FOLDER]] [--steps N] "
+        "[--config run.yaml | --model CLASS [--data CLASS] ...]",
         description="Train plainly, then streamed in every way, and compare the numbers: without arguments of a small "
         "model on your GPU, in about a minute; with the arguments of `sp-lightning fit` of your own model on the CPU. "
         "DEVICE names another device, such as cuda:1. Paste the last line into an issue.",
@@ -150,15 +151,21 @@ def _check(arguments: Sequence[str]) -> int:
         exit_on_error=False,
     )
     parser.add_argument("--speed", action="store_true", help="measure how fast this machine is, in four minutes")
+    parser.add_argument("--nvme-path", help="with --speed, measure the drive of this folder instead")
     parser.add_argument("--steps", type=int, default=6, help="steps of your own program (default: %(default)s)")
     device = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, of_program = parser.parse_known_args(arguments[device is not None :])
+    if options.nvme_path is not None and not options.speed:
+        raise argparse.ArgumentError(None, "`--nvme-path` needs `--speed`, which measures the drive of this folder")
     try:
         chosen = full_device(device or ("cpu" if of_program else None))
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
     if options.speed:
-        runpy.run_path(str(_scripts("benchmarks") / "machine_speed.py"))["speed"](chosen)
+        script, measured = "machine_speed.py", chosen
+        if options.nvme_path is not None:
+            script, measured = "drive_speed.py", options.nvme_path
+        runpy.run_path(str(_scripts("benchmarks") / script))["speed"](measured)
         return 0
     if not of_program:
         return 0 if check(chosen) else 1

@@ -171,9 +171,9 @@ def _device_bytes() -> int:
 def without_numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A Python without numba, or with one that refuses the installed numpy as it is imported."""
     from sp_lightning.optim.of_torch import has_torchs_bits
-    from sp_lightning.optim.passes import _compile, _warn_that_torch_updates, compiled_kernels
+    from sp_lightning.optim.passes import _warn_that_torch_updates, compiled_kernels, loop_of
 
-    all_cached = (compiled_kernels, _compile, _warn_that_torch_updates, has_torchs_bits)
+    all_cached = (compiled_kernels, loop_of, _warn_that_torch_updates, has_torchs_bits)
     for name in ("numba", "sp_lightning.optim.kernels", "sp_lightning.optim.codecs"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     if request.param == "missing":

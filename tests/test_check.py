@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import drive_speed
 import machine_speed as speed_module
 import pytest
 import read_speed
@@ -22,6 +23,7 @@ from sp_lightning.check import _UPLOADS, _judge, _Placed, _train, lost_uploads
 from sp_lightning.pipeline import Engine, WindowPlan
 from sp_lightning.pipeline.lanes.accelerator import make_backend
 from sp_lightning.pipeline.lanes.lanes import Lane
+from sp_lightning.pipeline.optimizer import state_file
 from sp_lightning.planning.work import Machine
 
 CPU = torch.device("cpu")
@@ -167,15 +169,61 @@ def test_a_decoder_that_is_too_large_has_fewer_layers(monkeypatch):
 
 def test_the_command_measures(monkeypatch):
     """On the device that is named, and does nothing else."""
-    asked: list[torch.device] = []
-    scripts: list[Path] = []
+    asked: list[Any] = []
+    scripts: list[str] = []
 
     def run(path: str) -> dict[str, Any]:
-        scripts.append(Path(path))
+        assert Path(path).is_file()
+        scripts.append(Path(path).name)
         return {"speed": asked.append}
 
     monkeypatch.setattr(cli.runpy, "run_path", run)
     monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", "cpu", "--speed"])
     assert cli.main() == 0
-    assert asked == [torch.device("cpu")]
-    assert scripts == [Path(speed_module.__file__)]
+    monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", "--speed", "--nvme-path", "/scratch"])
+    assert cli.main() == 0
+    assert asked == [torch.device("cpu"), "/scratch"]
+    assert scripts == ["machine_speed.py", "drive_speed.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nvme-path", "."], "`--nvme-path` needs `--speed`"),
+        (["--speed", "--nvme-path", "nowhere"], "`nvme_path='nowhere'`: no file can be made there: No such file"),
+    ],
+)
+def test_a_folder_that_cannot_be_measured(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sp-lightning", "check", *arguments])
+    assert cli.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"sp-lightning: error: {message}")
+    assert said.count("\n") == 1
+
+
+def test_a_drive_is_measured(monkeypatch):
+    monkeypatch.setattr(state_file, "_type_of_file_system", lambda device: "ext4")
+    monkeypatch.setattr(drive_speed, "_FILE", 2 * drive_speed.BUFFER)
+    monkeypatch.setattr(drive_speed, "_WINDOW", 0.001)
+    monkeypatch.setattr(drive_speed, "_SHORT", 0.001)
+    told: list[str] = []
+    found = drive_speed.speed(".", told.append, limit=0.0)
+    assert min(found.read, found.write, found.both, found.written) > 0
+    assert not found.is_past_cache
+    assert "which did not fall in" in told[1]
+    assert told[2].startswith(f"`sp-lightning plan MODEL --nvme-read {found.read:.3g} --nvme-write {found.write:.3g} ")
+    assert not [*Path().iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([5.0] * 14, False),
+        ([5.0] * 30, False),
+        ([5.0] * 10 + [1.0] * 10, True),
+        ([5.0] * 10 + [1.0] * 7, False),  # it still falls
+        ([5.0] * 10 + [4.0] * 10, False),
+    ],
+)
+def test_a_cache_is_full_when_the_rate_has_fallen_and_stays(rates, expected):
+    assert drive_speed.is_past_cache(rates) is expected

@@ -73,7 +73,7 @@ def test_the_wheel_has_the_package_and_the_recipes(built, tracked):
     with ZipFile(*built.glob("*.whl")) as wheel:
         names = set(wheel.namelist())
     about = {name for name in names if ".dist-info/" in name}
-    recipes = {name for name in tracked if re.fullmatch(r"examples/(\w+|benchmarks/machine_speed)\.py", name)}
+    recipes = {name for name in tracked if re.fullmatch(r"examples/(\w+|benchmarks/\w+_speed)\.py", name)}
     assert names - about == {name for name in tracked if name.startswith("sp_lightning/")} | {
         f"sp_lightning/recipes/{Path(name).name}" for name in recipes
     }

@@ -31,9 +31,12 @@ def state_after_dry_step(kind: type[Optimizer], groups: Iterable[Mapping[str, An
 
     The result is None if such a step cannot run: the optimizer needs a closure, or refuses these weights.
     """
-    on_meta = [{**group, **_ON_META, "params": _like(group["params"])} for group in groups]
+    on_meta = [{**group, **_ON_META} for group in groups]
     for group in on_meta:
         group.pop("param_names", None)
+        group["params"] = [torch.empty_like(weight, device="meta") for weight in group["params"]]
+        for weight in group["params"]:
+            weight.grad = torch.empty_like(weight)
     try:
         optimizer = kind(on_meta)  # type: ignore[call-arg]  # only the base class needs defaults
         with torch.no_grad(), _AnyNumber():  # type: ignore[no-untyped-call]
@@ -43,11 +46,3 @@ def state_after_dry_step(kind: type[Optimizer], groups: Iterable[Mapping[str, An
         return None
     values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _like(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Return weights like these, with gradients, on the meta device."""
-    copies = [torch.empty_like(weight, device="meta") for weight in weights]
-    for weight in copies:
-        weight.grad = torch.empty_like(weight)
-    return copies

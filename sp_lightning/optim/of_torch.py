@@ -69,8 +69,7 @@ class OnePass:
             return False
         if gradient is not None and not _lies_like(weight, gradient, dtype, torch.bfloat16):
             return False
-        takes_copy = dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16, dtype)
-        if copy is not None and not takes_copy:
+        if copy is not None and not (dtype == torch.float32 and _lies_like(weight, copy, torch.bfloat16, dtype)):
             return False
         if not self._is_torchs:
             return True

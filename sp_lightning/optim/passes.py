@@ -126,42 +126,36 @@ def run(passes: Sequence[Pass]) -> None:
         call()
 
 
-def _is_fp16(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype == torch.float16
-
-
-def _without_fp16(step: Pass) -> Pass:
-    """Return a pass for kernels, which do not know fp16: torch casts the gradient before, and writes the copy after."""
-    gradient, copy = step.memory.gradient, step.memory.copy
-    if _is_fp16(gradient):
-        gradient = gradient.float()
-    if _is_fp16(copy):
-        copy = None
-    return step._replace(memory=step.memory._replace(gradient=gradient, copy=copy))
-
-
 def _calls_of(passes: Sequence[Pass]) -> list[Callable[[], Any]]:
     """Return calls that update weights: on the CPU, one of a loop for all that it can; the loops are compiled here."""
     on_device = [step for step in passes if not step.memory.weight.is_cpu]
-    on_cpu = [step for step in passes if step.memory.weight.is_cpu]
     calls: list[Callable[[], Any]] = [partial(step_on_device, step) for step in together(on_device)]
+    copies_in_fp16: list[Callable[[], Any]] = []
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
     rules: dict[tuple[int, float], Rule] = {}
-    for step in map(_without_fp16, on_cpu):
+    for step in passes:
+        memory = step.memory
+        if not memory.weight.is_cpu:
+            continue
+        # kernels do not know fp16: torch casts the gradient before, and writes the copy after
+        if memory.gradient.dtype == torch.float16:
+            memory = memory._replace(gradient=memory.gradient.float())
+        if memory.copy is not None and memory.copy.dtype == torch.float16:
+            copies_in_fp16.append(partial(memory.copy.copy_, memory.weight))
+            memory = memory._replace(copy=None)
         key = id(step.group), step.step
         if key not in rules:
             rules[key] = step.update.rule(step.group, step.step)
-        kind = Kind.of(rules[key], step.scaling, step.memory)
-        alike.setdefault((kind, rules[key], step.scaling, step.seed), []).append(step)
+        kind = Kind.of(rules[key], step.scaling, memory)
+        steps = alike.setdefault((kind, rules[key], step.scaling, step.seed), [])
+        steps.append(step._replace(memory=memory))
     for (kind, rule, *_), steps in alike.items():
         loop = loop_of(kind)
         if loop is None:
             calls += [partial(step_on_device, step) for step in steps]
         else:
             calls.append(partial(_run_loop, loop, rule, steps))
-    fp16_copies = [step.memory for step in on_cpu if _is_fp16(step.memory.copy)]
-    calls += [partial(memory.copy.copy_, memory.weight) for memory in fp16_copies]
-    return calls
+    return calls + copies_in_fp16
 
 
 def _run_loop(loop: Any, rule: Rule, passes: Sequence[Pass]) -> None:
@@ -192,14 +186,12 @@ def _run_loop(loop: Any, rule: Rule, passes: Sequence[Pass]) -> None:
             numba.set_num_threads(before)
 
 
+@cache
 def loop_of(kind: Kind) -> Any:
     """Return the compiled loop of a kind, or None if numba cannot make it."""
     kernels = compiled_kernels()
-    return None if kernels is None else _compile(kernels, kind)
-
-
-@cache
-def _compile(kernels: Any, kind: Kind) -> Any:
+    if kernels is None:
+        return None
     try:
         return kernels.compile_loop(kind)
     # numba keeps it on a disk that may be full, for example

@@ -29,7 +29,7 @@ from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import sent_bytes
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
-from sp_lightning.planning.memory import bytes_meanwhile, bytes_of_piece, bytes_of_pieces, ways_of
+from sp_lightning.planning.memory import bytes_meanwhile, bytes_of_pieces, ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workload
 
 _WARM_UP = 1  # steps before the recording
@@ -45,11 +45,19 @@ _REST: _Phase = (Kind.STALL, False, "")
 
 
 def work_of(
-    unit: Unit, state: int = 0, meanwhile: int = 0, *, trains: bool = True, lives: bool = False, visits: bool = False
+    unit: Unit,
+    state: int = 0,
+    meanwhile: int = 0,
+    piece: int = 0,
+    *,
+    trains: bool = True,
+    lives: bool = False,
+    visits: bool = False,
 ) -> UnitWork:
     """Return the bytes of a unit, wherever it is now.
 
-    Its weights have `state` bytes of optimizer state, and its step takes `meanwhile` bytes of the device.
+    Its weights have `state` bytes of optimizer state, and its step takes `meanwhile` bytes of the device, or those of a
+    `piece`.
     """
     weights = unit.every_weight
     trained = [weight for weight in weights if trains and weight.master.requires_grad]
@@ -66,6 +74,7 @@ def work_of(
         # with gradients, as many as masters
         bytes_on_device=on_host + masters + meanwhile if lives else 0,
         update_traffic=_OF_FOREACH * update if meanwhile else update,
+        piece_bytes=piece,
         host_bytes=on_host,
         state_bytes=state,
         sum_bytes=masters,
@@ -131,15 +140,14 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     # the first process, which has the optimizers' state, plans for all; in an evaluation, each does so for itself
     plans = processes is None or processes.is_planner
     on_accelerator = is_stepped and engine.backend.device.type != "cpu"
-    work = work_of(
+    return work_of(
         unit,
         states.nbytes(masters),
-        bytes_meanwhile(optimizers, masters) if on_accelerator else 0,
+        *bytes_meanwhile(optimizers if on_accelerator else (), masters),
         trains=trains,
         lives=plans and (is_free or not is_stepped) and (not trains or may_live_on_device(optimizers, masters)),
         visits=is_free and processes is None and _may_visit(optimizers, engine.steps.fused),
     )
-    return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)
 
 
 class FirstSteps:

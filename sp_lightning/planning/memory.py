@@ -26,7 +26,7 @@ from torch.optim import Adadelta, Adagrad, Optimizer, Rprop
 from sp_lightning.optim.on_device import PIECE, bytes_of_step
 from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.gradients.gradient_memory import landing_buffers, three_buffers
-from sp_lightning.pipeline.optimizer.kinds import OURS, parameters_of
+from sp_lightning.pipeline.optimizer.kinds import OURS
 from sp_lightning.pipeline.optimizer.state_file import without_room
 from sp_lightning.pipeline.optimizer.state_ring import BUFFER, BUFFERS
 from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
@@ -207,29 +207,23 @@ def bytes_of_pieces(nbytes: int, numbers: int) -> int:
     return of_pieces + bytes_of_step(numbers)
 
 
-def bytes_meanwhile(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of an accelerator that a step of parameters takes there meanwhile.
+def bytes_meanwhile(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Return the bytes of an accelerator that a step of parameters takes there meanwhile: in all, and for a piece.
 
     Torch's own code takes the bytes of the weights that it steps at once, or twice as many. Fused code, and code
-    that steps weights one by one, takes none.
+    that steps weights one by one, takes none. Our optimizers step one piece of them after the other.
     """
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    nbytes = 0
+    nbytes = in_pieces = 0
     for optimizer in optimizers:
         times = 2 if isinstance(optimizer, _TAKE_TWICE) else 1
-        for group in optimizer.param_groups if type(optimizer) not in OURS else ():
-            if group.get("foreach", False) is not False and not group.get("fused"):
-                stepped = [parameter for parameter in group["params"] if id(parameter) in trained]
+        for group in optimizer.param_groups:
+            stepped = [parameter for parameter in group["params"] if id(parameter) in trained]
+            if type(optimizer) in OURS:
+                in_pieces += sum(parameter.numel() for parameter in stepped)
+            elif group.get("foreach", False) is not False and not group.get("fused"):
                 nbytes += times * sum(parameter.nbytes for parameter in stepped)
-    return nbytes
-
-
-def bytes_of_piece(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes that our optimizers take there while they step one piece of parameters after the other."""
-    ours = [optimizer for optimizer in optimizers if type(optimizer) in OURS]
-    stepped = {id(parameter) for optimizer in ours for parameter in parameters_of(optimizer)}
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return bytes_of_step(sum(parameter.numel() for parameter in trained if id(parameter) in stepped))
+    return nbytes, bytes_of_step(in_pieces)
 
 
 def ways_of(

@@ -81,24 +81,28 @@ class Row:
             f"{readable_seconds(step.seconds):>11}  {step.bottleneck.value}"
         )
 
+    @property
+    def fastest(self) -> Prediction:
+        """The fastest step of a row that fits."""
+        assert self.step is not None
+        return self.step
+
     def missing(self, reason: str = "") -> str:
-        """Return the missing memory as a sentence, with a reason for the need; nothing if a step fits."""
+        """Return the missing memory of a row that does not fit as a sentence, with a reason for the need."""
         error = self.error
-        if error is None:
-            return ""
+        assert error is not None
         there = self.given.host_bytes if error.place == "host" else self.given.device_bytes
         needed = readable_bytes(self.needed_bytes)
         return f"it needs {needed} of {_PLACES[error.place]}{reason}, and there are {readable_bytes(there)}"
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that are needed of the memory that is too small, with its part that stays free; 0 if a step fits.
+        """Bytes that are needed of the memory that is too small, with its part that stays free.
 
         In whole GiB, if it is at least one.
         """
         error = self.error
-        if error is None:
-            return 0
+        assert error is not None
         given, needed = self.given, error.needed
         if error.place == "host":
             needed = as_sold(needed + given.bytes_of_system)
@@ -109,10 +113,8 @@ class Row:
     @property
     def tokens_per_second(self) -> tuple[float, float]:
         """The lowest and the highest number of tokens in a second, as the device reaches its speed."""
-        if self.step is None:
-            return 0.0, 0.0
         # a model without a matrix computes nothing that is counted
-        slow, fast = (max(step.seconds, _NANOSECOND) for step in (self.step, self.at_best or self.step))
+        slow, fast = (max(step.seconds, _NANOSECOND) for step in (self.fastest, self.at_best or self.fastest))
         return self.given.tokens_in_step / slow, self.given.tokens_in_step / fast
 
     @property
@@ -123,8 +125,7 @@ class Row:
     @property
     def memory(self) -> str:
         """The GPU memory and CPU memory that a step needs."""
-        given, step = self.given, self.step
-        assert step is not None
+        given, step = self.given, self.fastest
         return (
             f"{readable_bytes(step.device_bytes)} of {readable_bytes(given.device_bytes)} of GPU memory, "
             f"{readable_bytes(step.host_bytes)} of {readable_bytes(given.host_bytes)} of RAM"
@@ -133,11 +134,11 @@ class Row:
     @property
     def living(self) -> int:
         """The number of units that stay on the device, without the resident one."""
-        return 0 if self.step is None else sum(number < self.units for number in self.step.choice.living)
+        return sum(number < self.units for number in self.fastest.choice.living)
 
     def written(self) -> int:
         """Return the bytes that a step writes to the drive."""
-        return 0 if self.step is None else self.step.bytes_to_drive
+        return self.fastest.bytes_to_drive
 
     def wear(self) -> str:
         """Return what a step and a run write to the drive, as a line; nothing if it is not needed."""
@@ -155,8 +156,7 @@ class Row:
 
     def choice(self) -> str:
         """Return the planner's choice as a phrase."""
-        step = self.step
-        assert step is not None
+        step = self.fastest
         policies = Counter(way.policy for way in step.choice.ways)
         ways = ", ".join(f"{count} {policy}" for policy, count in policies.items())
         staying, streamed, visiting = self.living, self.units - self.living, len(step.choice.visiting)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch.optim import Optimizer
 
 from sp_lightning.pipeline import Pipeline, WindowPlan, available_host_memory
-from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.planning.measure import may_live_on_device, work_of
 from sp_lightning.planning.memory import (
     bytes_meanwhile,
-    bytes_of_piece,
     bytes_that_stay,
     first_choice,
     first_host_bytes,
 )
-from sp_lightning.planning.work import UnitWork, Workload
+from sp_lightning.planning.work import Workload
 from sp_lightning.trainer.host_memory import state_bytes
 
 
@@ -42,8 +39,13 @@ def keep_units_on_device(
     device_room, free = pipeline.budget, available_host_memory()
     if device_room is None or free is None:
         return None
-    units = [*pipeline.arrangement.units, pipeline.arrangement.resident]
-    works = [_work_before_steps(unit, optimizers, pipeline.device.type != "cpu") for unit in units]
+    on_accelerator = optimizers if pipeline.device.type != "cpu" else ()
+    works = []
+    for unit in (*pipeline.arrangement.units, pipeline.arrangement.resident):
+        masters = [weight.master for weight in unit.every_weight]
+        state = sum(state_bytes(optimizer, masters) for optimizer in optimizers)  # that the first step will make
+        lives = may_live_on_device(optimizers, masters)
+        works.append(work_of(unit, state, *bytes_meanwhile(on_accelerator, masters), lives=lives))
     workload = Workload(
         units=tuple(works[:-1]),
         resident=works[-1],
@@ -64,19 +66,3 @@ def keep_units_on_device(
     if gradients_pass or not some_may_wait:
         return math.inf
     return host_room - sum(work.host_bytes for work in workload.kept_on_host(first).values())
-
-
-def _work_before_steps(
-    unit: Unit,
-    optimizers: Sequence[Optimizer],
-    on_accelerator: bool,
-) -> UnitWork:
-    """Return the bytes of a unit with the optimizer state that its first step will make."""
-    masters = [weight.master for weight in unit.every_weight]
-    work = work_of(
-        unit,
-        state=sum(state_bytes(optimizer, masters) for optimizer in optimizers),
-        meanwhile=bytes_meanwhile(optimizers, masters) if on_accelerator else 0,
-        lives=may_live_on_device(optimizers, masters),
-    )
-    return replace(work, piece_bytes=bytes_of_piece(optimizers, masters) if on_accelerator else 0)

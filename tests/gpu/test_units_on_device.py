@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning import optim
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT
-from sp_lightning.planning.memory import bytes_meanwhile, bytes_of_piece
+from sp_lightning.planning.memory import bytes_meanwhile
 
 from ..helpers import is_block
 from ..planning.parts import Fixed, train_placed
@@ -95,7 +95,7 @@ OURS = [partial(optim.AdamW, moments=moments) for moments in ("fp32", "int8")]
 def test_what_a_step_takes_is_counted(kind: Callable[[Any], Optimizer], device: torch.device) -> None:
     weights = [nn.Parameter(torch.randn(512, 512, device=device).bfloat16()) for _ in range(8)]
     optimizer = kind(weights)
-    counted = bytes_meanwhile([optimizer], weights) + bytes_of_piece([optimizer], weights)
+    counted = sum(bytes_meanwhile([optimizer], weights))
     for _ in range(2):
         for weight in weights:
             weight.grad = torch.randn_like(weight)

@@ -105,7 +105,7 @@ def test_any_kernel_may_fail_to_compile(
 ) -> None:
     """Torch's operations make the step then; if the user interrupts it, nothing has changed."""
     before, after = everything(made("fp32")), everything(made("fp32", 1))
-    for cached in (passes._compile, passes._warn_that_torch_updates):
+    for cached in (passes.loop_of, passes._warn_that_torch_updates):
         cached.cache_clear()
     optimizer = made("fp32")
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
@@ -122,7 +122,7 @@ def test_any_kernel_may_fail_to_compile(
             assert len(said) == (number < 2)
             assert all("numba cannot compile its kernels (No space left on device)" in line for line in said)
             assert all("set NUMBA_CACHE_DIR to a folder that can be written" in line for line in said)
-    passes._compile.cache_clear()
+    passes.loop_of.cache_clear()
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
