@@ -369,7 +369,7 @@ def user_of_drive(figures: dict[str, Any]) -> str:
 
 def drives(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of models with state on a drive, with the commands that plan it."""
-    yield "| model, RAM | tokens in a step | tokens/s | a step takes | it writes | 10 million tokens take | and write |"
+    yield "| model, RAM | tokens in a step | tokens/s | a step takes at most | it writes | 10 million tokens take | and write |"
     yield "|" + " --- |" * 7
     for cell, (_, _, batches) in zip(figures["drives"], WITH_DRIVE, strict=True):
         tokens = f"{cell['tokens']:,}" + (f", {batches['accumulate']} batches" if "accumulate" in batches else "")
