@@ -80,7 +80,9 @@ class CallbackMixin(_Base):
 
     def _begin_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         strategy = trainer.strategy
-        if _is_within_a_fit(trainer) or not isinstance(strategy, SuperpipelineMixin) or strategy.pipeline is None:
+        if not isinstance(strategy, SuperpipelineMixin) or strategy.pipeline is None:
+            return
+        if is_fitting(trainer) and not trainer.training:  # a fit that validates is not measured
             return
         if self._steps is None:
             self._numbers = self._logged_step = None
@@ -144,9 +146,24 @@ class CallbackMixin(_Base):
             return
         self._logged_step = step
         strategy: Any = trainer.strategy
-        values = {PREFIX + name: value for name, value in self._read(strategy.pipeline).items()}
+        pipeline: Pipeline = strategy.pipeline
+        summary, memory = pipeline.summary(), pipeline.backend.memory()
+        # where torch does not count a device's memory, the engine has counted its own
+        peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
+        # means over the steps since the last log
+        counted = _count(pipeline)
+        since = {name: count - self._counted[name] for name, count in counted.items()}
+        steps = max(1, since.pop("steps"))
+        values = {
+            "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
+            "host_bytes": float(summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes),
+            **{name: count / steps for name, count in since.items()},
+            **self._times,
+        }
+        self._counted = counted
+        self._times = {}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
+            logger.log_metrics({PREFIX + name: value for name, value in values.items()}, step=step)
 
     def _finish_recording(self, *args: Any, **kwargs: Any) -> None:
         if self._steps is not None:
@@ -155,7 +172,7 @@ class CallbackMixin(_Base):
     on_validation_start = on_train_epoch_end = _finish_recording
 
     def _end_run(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._steps is None or _is_within_a_fit(trainer):
+        if self._steps is None or (is_fitting(trainer) and not trainer.training):
             return
         self._finish_recording()
         self._steps = None
@@ -177,25 +194,6 @@ class CallbackMixin(_Base):
                 self._steps.close()
         self._steps = None
 
-    def _read(self, pipeline: Pipeline) -> dict[str, float]:
-        """Return the values to log: memory, means over the steps since the last call, and newly measured times."""
-        summary, memory = pipeline.summary(), pipeline.backend.memory()
-        # where torch does not count a device's memory, the engine has counted its own
-        peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
-        on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
-        counted = _count(pipeline)
-        since = {name: count - self._counted[name] for name, count in counted.items()}
-        steps = max(1, since.pop("steps"))
-        values = {
-            "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
-            "host_bytes": float(on_host),
-            **{name: count / steps for name, count in since.items()},
-            **self._times,
-        }
-        self._counted = counted
-        self._times = {}
-        return values
-
 
 def unlike_the_plan(numbers: Breakdown, plan: WindowPlan, batches: int) -> str:
     """Say how long a plan expected a batch to take, and what it missed, if that is off by a lot; else nothing."""
@@ -212,11 +210,6 @@ def unlike_the_plan(numbers: Breakdown, plan: WindowPlan, batches: int) -> str:
     }
     largest = max(causes, key=causes.__getitem__)
     return f"{words}, limited by {_LIMITS.get(plan.bottleneck, 'copies')}; most of the difference is {largest}."
-
-
-def _is_within_a_fit(trainer: Trainer) -> bool:
-    """Tell whether a fit validates, which is not measured."""
-    return is_fitting(trainer) and not trainer.training
 
 
 def _count(pipeline: Pipeline) -> dict[str, int]:

@@ -53,9 +53,8 @@ from sp_lightning.planning.known import (
     rates_of_gpu,
     recipe,
 )
-from sp_lightning.planning.offers import HEAD, offers
 from sp_lightning.planning.rates import measure
-from sp_lightning.planning.report import Report, Row
+from sp_lightning.planning.report import HEAD_OF_OFFERS, Report, Row, offers
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -265,7 +264,8 @@ def _print_offers(given: Assumptions, gpu: str, as_json: bool) -> None:
         ]
         say(json.dumps(found, indent=2))
         return
-    say(f"{gpu} with {readable_bytes(given.device_bytes)}, and {readable_bytes(given.host_bytes)} of RAM:\n\n{HEAD}")
+    memory = f"{readable_bytes(given.device_bytes)}, and {readable_bytes(given.host_bytes)} of RAM"
+    say(f"{gpu} with {memory}:\n\n{HEAD_OF_OFFERS}")
     commands = []
     for offer in offers(given):
         say(offer)

@@ -151,11 +151,6 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
         models = self._attached.values()
         return [model for model in models if model.pipeline.optimizers.have_weights_of(optimizer)]
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
-        return super().distributed_sampler_kwargs if self.is_distributed else None
-
     def _set_world_ranks(self) -> None:
         self.num_nodes = self._num_nodes
         self.set_world_ranks()

@@ -22,7 +22,7 @@ class SuperpipelineCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """Lightning's `TorchCheckpointIO` without the second copy of the checkpoint in CPU memory."""
 
 
-class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # noqa: D101
+class SuperpipelineStrategy(SuperpipelineMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = SuperpipelineMixin.__doc__
 
     lightning = Namespace("lightning.pytorch")

@@ -51,24 +51,11 @@ def in_one_sentence(error: argparse.ArgumentError) -> str:
     text = re.sub(rf"(?<=required: )({'|'.join(RUNS)})\.model", "--model", str(error))
     option = re.match(r'Parser key "(model|data)"', text)
     cause = cause_of(error)
-    if option is None or cause is None:
-        return _wrong_value(text)
-    reason = " ".join(str(cause).split())
-    if isinstance(cause, (argparse.ArgumentError, TypeError, ValueError)):  # jsonargparse's own
-        return f"`--{option[1]}`: {reason}"
-    return f"`--{option[1]}` cannot be imported: {type(cause).__name__}: {reason}"
-
-
-def cause_of(error: BaseException) -> BaseException | None:
-    """Return the error behind jsonargparse's lists of all types that it has tried."""
-    cause: BaseException | None = error
-    while cause is not None and "Union subtypes" in str(cause):
-        cause = cause.__cause__
-    return cause
-
-
-def _wrong_value(text: str) -> str:
-    """Name the option with a wrong value, and the values that it takes."""
+    if option is not None and cause is not None:
+        reason = " ".join(str(cause).split())
+        if isinstance(cause, (argparse.ArgumentError, TypeError, ValueError)):  # jsonargparse's own
+            return f"`--{option[1]}`: {reason}"
+        return f"`--{option[1]}` cannot be imported: {type(cause).__name__}: {reason}"
     options = re.findall(r'Parser key "([\w.]+)"', text)
     if len(options) != 1:  # of a class, within a class; or none that can be parsed
         return re.sub(
@@ -80,6 +67,14 @@ def _wrong_value(text: str) -> str:
         return f"`--{options[0]}`: {given[-1]!r} is not one of {known.replace(chr(39), '')}"
     reason = re.sub(r"<class '(\w+)'>", r"\1", text.partition(":")[2])
     return f"`--{options[0]}`: {' '.join(reason.split())}"
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """Return the error behind jsonargparse's lists of all types that it has tried."""
+    cause: BaseException | None = error
+    while cause is not None and "Union subtypes" in str(cause):
+        cause = cause.__cause__
+    return cause
 
 
 def command_line(namespace: str) -> Any:

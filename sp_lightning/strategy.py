@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial, partialmethod
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,7 +22,6 @@ from sp_lightning.pipeline.host_memory import has_room_for
 from sp_lightning.planning import AutoPlanner
 from sp_lightning.trainer import Namespace, is_fitting
 from sp_lightning.trainer.checkpoint_io import CheckpointsMixin, bytes_on_device, nbytes_of, own_all_but_weights
-from sp_lightning.trainer.first_plan import keep_units_on_device
 from sp_lightning.trainer.host_memory import (
     copy_pruned_originals,
     keep_averages_on_host,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, PrecisionMixin):
+class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, PrecisionMixin):  # type: ignore[misc]
     """Trains, validates, tests and predicts with models larger than GPU memory.
 
     The model is split into units (layers, blocks), whose weights, gradients and optimizer state are in CPU memory. At
@@ -87,12 +86,10 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         if self.root_device.type != "cpu" or self.is_distributed:
             copy_pruned_originals(trainer, self.lightning)
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         # Lightning does so around all micro-batches of a step but the last one.
-        with self.meetings.without_averages():
-            yield
+        return self.meetings.without_averages()
 
     @contextmanager
     @override
@@ -142,7 +139,8 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
             self.lightning,
             gradients_pass,
             has_drive=self.options.nvme_path is not None,
-            or_else=partial(keep_units_on_device, pipeline, self.optimizers, gradients_pass, some_wait, micro_steps),
+            pipeline=pipeline,
+            micro_steps=micro_steps,
         )
         pipeline.waiting.limit(room)
 
@@ -243,7 +241,7 @@ class SuperpipelineMixin(StrategyWithOptions, ProcessesMixin, CheckpointsMixin, 
         try:
             self._detach()
         finally:
-            trainer = self._trainer
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
             if self._layer_sync is not None and trainer is not None and is_fitting(trainer):
                 assert self.model is not None
                 self.model = self._layer_sync.revert(self.model)

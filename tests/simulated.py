@@ -5,7 +5,8 @@
     host      work that reads and writes host memory: adding gradients, stepping an optimizer
 
 The main thread is the host that launches; launching takes no time. Memory is really copied and jobs are really run, at
-once, when they are asked for: numbers are right, and times are the same in every run, on any machine.
+once, when they are asked for: numbers are right, and times are the same in every run, on any machine. A machine with a
+drive is in simulated_drive.py.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from __future__ import annotations
 import enum
 import math
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.pipeline.lanes.accelerator import copy_memory
 from sp_lightning.pipeline.lanes.backend import Backend
-from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Ticket, Worker
+from sp_lightning.pipeline.lanes.lanes import Job, Kind, Origin, Ticket, Worker, do_nothing
 from sp_lightning.pipeline.lanes.lanes import Lane as OurLane
 
 
@@ -34,8 +36,15 @@ class Lane(enum.Enum):
     DOWN = "D2H"
     VISIT = "visits"
     HOST = "host"
+    # of a machine with a drive
+    DRIVE = "steps of what lies on the drive"
+    READ = "read"
+    WRITE = "write"
+    MEMORY = "memory"
+    EVENTS = "events"
 
 
+COPIES = (Lane.UP, Lane.DOWN, Lane.VISIT)
 OF_VISITS = {OurLane.TO_DEVICE: Lane.UP, OurLane.VISIT: Lane.VISIT, OurLane.TO_HOST: Lane.DOWN}
 
 
@@ -126,8 +135,8 @@ class SimulatedTicket(Ticket):
         return self.end - self._seconds - origin.device, self.end - origin.device
 
     def join(self) -> None:
-        """The main thread waits."""
-        self._backend.main = max(self._backend.main, self.end)
+        """The main thread waits, or one that the engine has added."""
+        self._backend.join(self)
 
     @property
     def done(self) -> bool:
@@ -138,7 +147,7 @@ class SimulatedTicket(Ticket):
 
 @dataclass(eq=False)
 class Pending:
-    """What has been done at once, and has still to take its time in a lane.
+    """What has still to take its time in a lane; its action was done at once, unless the backend defers it.
 
     What has the same stream keeps its order; `told` has to be done before the device is told of it.
     """
@@ -150,7 +159,13 @@ class Pending:
     seconds: float
     stream: str | None = None
     told: Sequence[Ticket] = ()
-    rank: int = 0
+    job: Job | None = None
+    action: Callable[[], None] = do_nothing
+
+    @property
+    def rank(self) -> int:
+        """The rank of its job, which may change."""
+        return 0 if self.job is None else self.job.rank
 
     @property
     def ready(self) -> float:
@@ -172,7 +187,10 @@ class SimulatedBackend(Backend):
 
     Attributes:
         piece_seconds: Seconds that the update of a piece waits for its kernels.
+        defers: Whether copies and work are done only when they are given their time.
     """
+
+    defers: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -236,16 +254,15 @@ class SimulatedBackend(Backend):
         return lost
 
     def upload(self, target: Tensor, source: Tensor, after: Ticket | None = None) -> Ticket:
-        copy_memory(target, source)
         seconds = source.nbytes / self._rates[Lane.UP]
         behind = [] if after is None or after.done else [after]
         # those behind work hold up no other copy
-        return self._ask(Lane.UP, seconds, behind, None if behind else "up", self._free[Lane.COMPUTE], behind)
+        stream, not_before = None if behind else "up", self._free[Lane.COMPUTE]
+        return self._ask(Lane.UP, seconds, behind, stream, not_before, behind, partial(copy_memory, target, source))
 
     def download(self, target: Tensor, source: Tensor) -> Ticket:
-        copy_memory(target, source)
-        seconds = source.nbytes / self._rates[Lane.DOWN]
-        return self._ask(Lane.DOWN, seconds, [], "down", self._free[Lane.COMPUTE])
+        seconds, not_before = source.nbytes / self._rates[Lane.DOWN], self._free[Lane.COMPUTE]
+        return self._ask(Lane.DOWN, seconds, [], "down", not_before, action=partial(copy_memory, target, source))
 
     def submit_to_lane(self, kind: Kind, job: Job) -> Ticket:
         job.action()
@@ -269,7 +286,7 @@ class SimulatedBackend(Backend):
         """Run a job at once; its time on the host's worker thread comes when it is its turn."""
         job.action()
         job.cleanup()
-        return self._ask(Lane.HOST, job.nbytes / self._rates[Lane.HOST], job.after, rank=job.rank)
+        return self._ask(Lane.HOST, job.nbytes / self._rates[Lane.HOST], job.after, job=job)
 
     def _ask(
         self,
@@ -279,11 +296,19 @@ class SimulatedBackend(Backend):
         stream: str | None = None,
         not_before: float = 0.0,
         told: Sequence[Ticket] = (),
-        rank: int = 0,
+        action: Callable[[], None] = do_nothing,
+        job: Job | None = None,
     ) -> SimulatedTicket:
-        ticket = SimulatedTicket(self, None, seconds)
-        self._pending.append(Pending(ticket, lane, max(self.main, not_before), after, seconds, stream, told, rank))
+        if not self.defers:
+            action()
+            action = do_nothing
+        ticket, asked = SimulatedTicket(self, None, seconds), max(self.main, not_before)
+        self._pending.append(Pending(ticket, lane, asked, after, seconds, stream, told, job, action))
         return ticket
+
+    def join(self, ticket: SimulatedTicket) -> None:
+        """Have the main thread wait."""
+        self.main = max(self.main, ticket.end)
 
     def put_in_order(self, until: SimulatedTicket | None = None, begun: float = math.inf) -> None:
         """Give copies and work their time, what can begin first before the rest.
@@ -293,32 +318,37 @@ class SimulatedBackend(Backend):
             begun: Only what begins before this moment.
         """
         while self._pending and (until is None or until.waits):
-            streams: set[str] = set()
-            heads = []
-            for pending in self._pending:
-                if pending.stream not in streams:
-                    ready = pending.ready
-                    heads.append((max(ready, self._free[pending.lane]), pending.rank, ready, len(heads), pending))
-                if pending.stream is not None:
-                    streams.add(pending.stream)
-            begin, *_, pending = min(heads)
+            begin, pending = self._first()
             if begin > begun:
                 return
-            self._pending.remove(pending)
-            pending.ticket.issued_at = max(ends(pending.told), default=0.0)
-            end = self._free[pending.lane] = pending.ticket.end = self._end(pending.lane, begin, pending.seconds)
-            self.spans.append(Span(pending.lane, begin, end))
-            if pending.lane is not Lane.HOST and self.memory_rate < math.inf:
-                moving = pending.seconds - (self.piece_seconds if pending.lane is Lane.VISIT else 0.0)
-                self._moved.append((begin, end, moving * self._rates[pending.lane]))
+            self._give(pending, begin)
+
+    def _first(self) -> tuple[float, Pending]:
+        """When the next can begin, and what it is."""
+        streams: set[str] = set()
+        heads = []
+        for pending in self._pending:
+            if pending.stream not in streams:
+                ready = pending.ready
+                heads.append((max(ready, self._free[pending.lane]), pending.rank, ready, len(heads), pending))
+            if pending.stream is not None:
+                streams.add(pending.stream)
+        begin, *_, pending = min(heads)
+        return begin, pending
+
+    def _give(self, pending: Pending, begin: float) -> None:
+        """Give something its time in its lane."""
+        self._pending.remove(pending)
+        pending.ticket.issued_at = max(ends(pending.told), default=0.0)
+        end = self._free[pending.lane] = pending.ticket.end = self._end(pending.lane, begin, pending.seconds)
+        self.spans.append(Span(pending.lane, begin, end))
+        if pending.lane in COPIES and self.memory_rate < math.inf:
+            moving = pending.seconds - (self.piece_seconds if pending.lane is Lane.VISIT else 0.0)
+            self._moved.append((begin, end, moving * self._rates[pending.lane]))
 
     def _end(self, lane: Lane, begin: float, seconds: float) -> float:
         """When work ends that goes on as fast as others leave of what is shared, of which it takes its part."""
-        rate = self._rates[lane]
-        needs = [(self._link, rate), (self._memory, rate)] if lane in (Lane.UP, Lane.DOWN) else []
-        if lane is Lane.HOST:
-            needs = [(self._memory, rate * self._per_byte)]
-        needs = [(shared, need) for shared, need in needs if shared.bandwidth < math.inf]
+        needs = [(shared, need) for shared, need in self._needs(lane) if shared.bandwidth < math.inf]
         if not needs:
             return begin + seconds
         while seconds > 1e-12:
@@ -331,6 +361,14 @@ class SimulatedBackend(Backend):
                 shared.use(begin, until, speed * need)
             begin = until
         return begin
+
+    def _needs(self, lane: Lane) -> list[tuple[Shared, float]]:
+        """What a lane takes of what is shared, in bytes per second."""
+        if lane in (Lane.UP, Lane.DOWN):
+            return [(self._link, self._rates[lane]), (self._memory, self._rates[lane])]
+        if lane is Lane.HOST:
+            return [(self._memory, self._rates[lane] * self._per_byte)]
+        return []
 
     def wait(self, ticket: Ticket) -> None:
         self._free[Lane.COMPUTE] = max(self._free[Lane.COMPUTE], *ends([ticket]))

@@ -28,7 +28,7 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "int8": partial(optim.AdamW, lr=1e-2, moments="int8"),
 }
 CLIPPED = {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}
-ASK_FOR_FREE_MEMORY = ("trainer.host_memory", "trainer.first_plan", "pipeline.placing.places", "planning.planner")
+ASK_FOR_FREE_MEMORY = ("trainer.host_memory", "pipeline.placing.places", "planning.planner")
 
 
 class Counted(Placed):

@@ -484,7 +484,7 @@ def test_without_a_model_it_says_what_a_machine_can_train(monkeypatch):
     """Of each model the best way that fits, and its command."""
     entries = known("models")
     few = {name: entries[name] for name in ("Qwen3-1.7B", "Qwen3-4B", "Qwen2.5-VL-7B-Instruct")}
-    monkeypatch.setattr("sp_lightning.planning.offers.known", lambda _: few)
+    monkeypatch.setattr("sp_lightning.planning.report.known", lambda _: few)
     machine = "--gpu 3060 --host-memory 24GiB"
     lines = run(f"sp-lightning plan {machine}").splitlines()
     assert lines[0] == "RTX 3060 with 11.7 GiB, and 24.0 GiB of RAM:"

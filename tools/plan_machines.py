@@ -24,8 +24,7 @@ from torch import nn
 from sp_lightning import Assumptions, plan
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of, rates_of_gpu, recipe
-from sp_lightning.planning.offers import offers
-from sp_lightning.planning.report import Row, number_range, plan_row, readable_hours, readable_seconds
+from sp_lightning.planning.report import Row, number_range, offers, plan_row, readable_hours, readable_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("planned.json")

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from sp_lightning.check_program.observer import Label, Trace
 
+_LEAST = 1e-30  # a difference from zeros is a part of this number
+
 
 def labels_after_an_update(plain: Trace) -> list[Label]:
     """Return the labels of numbers that come after an update, which a GPU rounds differently from the CPU."""
@@ -35,34 +37,30 @@ def relative_difference(plain: Tensor | None, streamed: Tensor | None) -> float:
         return 0.0
     if plain is None or streamed is None or plain.shape != streamed.shape:
         return math.inf
-    apart = _largest_difference(plain, streamed)
-    return apart / max(_largest(plain), 1e-30)
+    one, other = _real(plain), _real(streamed)
+    # NaN is equal to NaN, and infinitely far from a number
+    are_equal = (one == other) | (one.isnan() & other.isnan())
+    apart = (one - other).abs().nan_to_num(nan=math.inf).masked_fill(are_equal, 0)
+    return float(apart.max()) / max(_largest(plain), _LEAST) if apart.numel() else 0.0
 
 
 def describe_difference(plain: Tensor | None, streamed: Tensor | None) -> str:
     """Say by how much a number differs."""
-    if not relative_difference(plain, streamed):
+    apart = relative_difference(plain, streamed)
+    if not apart:
         return "differs, but not every time"
     if plain is None or streamed is None:
         missing = "plain" if plain is None else "streamed"
         return f"differs: {missing} training has none"
     if plain.shape != streamed.shape:
         return f"differs: its shape is {tuple(streamed.shape)}, not {tuple(plain.shape)}"
-    apart = _largest_difference(plain, streamed)
-    return f"differs by up to {apart:.1e} (largest value {_largest(plain):.1e})"
+    largest = _largest(plain)
+    return f"differs by up to {apart * max(largest, _LEAST):.1e} (largest value {largest:.1e})"
 
 
 def _real(tensor: Tensor) -> Tensor:
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return torch.view_as_real(dense).double() if dense.is_complex() else dense.double()
-
-
-def _largest_difference(plain: Tensor, streamed: Tensor) -> float:
-    """Return the largest difference; NaN is equal to NaN, and infinitely far from a number."""
-    one, other = _real(plain), _real(streamed)
-    are_equal = (one == other) | (one.isnan() & other.isnan())
-    apart = (one - other).abs().nan_to_num(nan=math.inf).masked_fill(are_equal, 0)
-    return float(apart.max()) if apart.numel() else 0.0
 
 
 def _largest(tensor: Tensor) -> float:

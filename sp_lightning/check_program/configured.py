@@ -56,7 +56,7 @@ class ConfiguredProgram:
         command_line_class = _cli_that_builds(command_line(namespace), self._on_device)
         with _quiet():
             self._cli = command_line_class(args=["fit", *arguments], **arguments_of_cli(namespace))
-        asked = self._cli.asked
+        asked = self._cli.config_init["fit"]["trainer"]
         self._batches = steps * (asked.get("accumulate_grad_batches") or 1)
         seed = self._cli.config["fit"]["seed_everything"]
         self._seed = seed if type(seed) is int else 0  # True asks for a random one
@@ -114,12 +114,10 @@ def _cli_that_builds(base: Any, on_device: dict[str, Any]) -> Any:
     """Return a class of LightningCLI that builds the configured objects, and runs nothing by itself."""
 
     class BuildingCLI(base):  # type: ignore[misc]
-        # arguments of the Trainer: those that win, and those of the configuration
+        # arguments of the Trainer that win over those of the configuration
         given = {"strategy": "auto", "fast_dev_run": True, **on_device}
-        asked: dict[str, Any]
 
         def instantiate_trainer(self, **arguments: Any) -> Any:
-            self.asked = dict(self.config_init["fit"]["trainer"])
             return super().instantiate_trainer(**arguments, **self.given)
 
         def fit(self, **_: Any) -> None:

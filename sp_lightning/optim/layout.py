@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,13 +32,17 @@ LARGEST_FIRST = 2.0**64
 LANES = 8
 """The number of elements on which torch's fused CPU kernels work at once; twice as many in bf16."""
 
-State = dict[str, Any]
+State: TypeAlias = dict[str, Any]
+"""The state of a parameter, by names."""
+
+ParamGroup: TypeAlias = dict[str, Any]
+"""The options of a param group, and its parameters."""
 
 fills_memory: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense
 """Tell whether a tensor has no gaps in memory; a view of one column of a matrix has gaps."""
 
 
-def check_group(group: dict[str, Any]) -> None:
+def check_group(group: ParamGroup) -> None:
     """Raise if an option is unknown, or a parameter cannot be stepped."""
     if group["moments"] not in MOMENTS:
         expected = " or ".join(map(repr, MOMENTS))
@@ -54,7 +58,7 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not contiguous. Call `.contiguous()` on it.")
 
 
-def make_state(p: Tensor, group: dict[str, Any], moments: int = 2) -> State:
+def make_state(p: Tensor, group: ParamGroup, moments: int = 2) -> State:
     """Return the state of a parameter before its first step, on its device, with one moment or two.
 
     Steps are counted on the host, which would wait for a device that does it.

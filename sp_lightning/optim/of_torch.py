@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.optim.layout import MOMENT_NAMES, State, fills_memory, lies_like, make_state
+from sp_lightning.optim.layout import MOMENT_NAMES, ParamGroup, State, fills_memory, lies_like, make_state
 from sp_lightning.optim.optimizers import Adam, AdamW
 from sp_lightning.optim.passes import Work, count, passes_of, run, step_weights
 from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
@@ -25,7 +24,7 @@ from sp_lightning.optim.rules import Memory, Pass, Scaling, Update
 _OF_TORCH = (torch.optim.AdamW, torch.optim.Adam)
 _KNOWN = {"lr", "betas", "eps", "weight_decay", "fused", "foreach", "decoupled_weight_decay"}
 _OFF = {"amsgrad", "maximize", "capturable", "differentiable"}  # options that a pass does not have
-_TRIED: list[dict[str, Any]] = [
+_TRIED: list[ParamGroup] = [
     {"betas": (0.9, 0.999), "weight_decay": 0.1},
     {"betas": (0.4, 0.95), "weight_decay": 0.0},
 ]
@@ -46,17 +45,18 @@ class OnePass:
 
     _update: Update
 
-    def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
+    def __init__(self, optimizer: Optimizer, settings: ParamGroup) -> None:
         self._settings = settings
         self._is_torchs = type(optimizer) in _OF_TORCH
-        self.is_possible = True
+        self.is_possible = isinstance(optimizer, AdamW)
         if isinstance(optimizer, AdamW):
             self._update = optimizer.update
-        elif self._is_torchs and _is_plain(optimizer, settings):
+        elif self._is_torchs:
             # this option decides how torch's Adam and AdamW decay weights, and not the class
             self._update = AdamW.update if settings["decoupled_weight_decay"] else Adam.update
-        else:
-            self.is_possible = False
+            # whether torch would run its fused kernel, and every option is one that a pass knows
+            is_known = optimizer.defaults.keys() <= _KNOWN | _OFF
+            self.is_possible = is_known and bool(settings.get("fused")) and not any(map(settings.get, _OFF))
 
     def takes(self, work: Work) -> bool:
         """Tell whether it can step a weight. A step that makes torch's state is left to torch.
@@ -85,22 +85,13 @@ class OnePass:
 
     def passes_of(self, works: Sequence[Work]) -> list[Pass]:
         """Return the passes that step weights, and count the step."""
-        passes = passes_of(self._update, self._in_group(works))
+        passes = passes_of(self._update, [work._replace(group=self._settings) for work in works])
         count(works)
         return passes
 
     def step(self, works: Sequence[Work]) -> None:
         """Step weights, and count the step."""
-        step_weights(self._update, self._in_group(works))
-
-    def _in_group(self, works: Sequence[Work]) -> list[Work]:
-        return [work._replace(group=self._settings) for work in works]
-
-
-def _is_plain(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Tell whether torch would run its fused kernel with these settings, and every option is one that a pass knows."""
-    is_known = optimizer.defaults.keys() <= _KNOWN | _OFF
-    return is_known and bool(settings.get("fused")) and not any(map(settings.get, _OFF))
+        step_weights(self._update, [work._replace(group=self._settings) for work in works])
 
 
 def scaling_of(factors: Iterable[float | Tensor]) -> Scaling | None:
@@ -126,7 +117,7 @@ def has_torchs_bits(update: Update, dtype: torch.dtype) -> bool:
     return True
 
 
-def _agree(update: Update, group: dict[str, Any], values: Tensor) -> bool:
+def _agree(update: Update, group: ParamGroup, values: Tensor) -> bool:
     """Make the same step in both ways."""
     gradient = values[0].bfloat16()
     copy = None if values.dtype == torch.bfloat16 else torch.empty_like(gradient)

@@ -189,15 +189,11 @@ def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
     for factor in scaling:
         if isinstance(factor, Tensor) or factor != 1:
             g = g * factor
-            g = _to_bf16(g) if in_bf16 else g
+            if in_bf16:  # round as casts do, which a compiler would leave out: nothing is kept in bf16
+                bits = g.view(torch.int32)
+                rounded = bits + (((bits >> 16) & 1) + 0x7FFF) & -0x10000
+                g = torch.where(g == g, rounded.view(torch.float32), g)
     return g
-
-
-def _to_bf16(numbers: Tensor) -> Tensor:
-    """Round as casts do, which a compiler would leave out: nothing is kept in bf16."""
-    bits = numbers.view(torch.int32)
-    rounded = bits + (((bits >> 16) & 1) + 0x7FFF) & -0x10000
-    return torch.where(numbers == numbers, rounded.view(torch.float32), numbers)
 
 
 def load_weight(weight: Tensor, low: Tensor | None, ties: Tensor | None) -> Tensor:
@@ -254,18 +250,15 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: Tensor) -> None:
         torch.amax(rows, 1, out=scales)
         # or some would round to 257
         factor = torch.full_like(scales, 256 * (1 - 2**-20)).div_(scales.masked_fill(scales == 0, 1))
-        # at random up or down; values below the first code become the first one
-        codes.copy_(rows.mul_(factor[:, None]).add_(_noise(rows, seed)).clamp_(min=0))
+        rows.mul_(factor[:, None])
+        # at random up or down, by a number between -1 and 0 that depends on the value and on the step
+        noise = (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
+        codes.copy_(rows.add_(noise).clamp_(min=0))  # values below the first code become the first one
     else:
         divisor = rows.abs()
         torch.amax(divisor, 1, out=scales)
         divisor.add_(scales.masked_fill(scales == 0, 1)[:, None])
         codes.copy_(torch.mul(rows, 254).div_(divisor).round_())
-
-
-def _noise(rows: Tensor, seed: Tensor) -> Tensor:
-    """Return a number between -1 and 0 for each element, which depends on its value and on the step."""
-    return (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
 
 
 # -------------------------------------------------------------------------------------------------------------- ranges

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from sp_lightning.optim.layout import GROUP, State, check_group, is_compact, make_state
+from sp_lightning.optim.layout import GROUP, ParamGroup, State, check_group, is_compact, make_state
 from sp_lightning.optim.on_device import load_weight
 from sp_lightning.optim.passes import Work, step_weights
 from sp_lightning.optim.rules import SignUpdate, Update
@@ -59,7 +59,7 @@ class AdamW(Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments": moments}
         super().__init__(params, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a param group. Options of torch's optimizers may be in it if they are off."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -109,7 +109,7 @@ class AdamW(Optimizer):
                     works += [Work(weight, gradient, {}, copy, group=group) for gradient in gradients]
                 step_weights(self.update, works)
 
-    def state_bytes(self, group: dict[str, Any]) -> int:
+    def state_bytes(self, group: ParamGroup) -> int:
         """Return the bytes of state that a first step makes of the parameters of a group."""
         trained = [p for p in group["params"] if p.requires_grad]
         made = [make_state(p.to("meta"), group, self.update.moments) for p in trained]
@@ -164,7 +164,7 @@ def _refuse(unknown: Iterable[str], optimizer: Optimizer) -> None:
         )
 
 
-def _check_options(saved: dict[str, Any], own: dict[str, Any], is_decoupled: bool) -> None:
+def _check_options(saved: ParamGroup, own: ParamGroup, is_decoupled: bool) -> None:
     # torch's Adam would go on as AdamW, whose checkpoint it is, and torch's AdamW as itself
     if saved.get("decoupled_weight_decay") and saved["weight_decay"] and not is_decoupled:
         raise ValueError(

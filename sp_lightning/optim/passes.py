@@ -22,6 +22,7 @@ from sp_lightning.optim.layout import (
     BLOCK,
     GROUP,
     MOMENT_NAMES,
+    ParamGroup,
     State,
     fills_memory,
     flat,
@@ -53,7 +54,7 @@ class Work(NamedTuple):
     copy: Tensor | None = None  # a copy of the weight in bf16, to be written
     # the scaling of the gradient before the update; None if there are too many factors
     scaling: Scaling | None = NO_SCALING
-    group: dict[str, Any] = {}  # the options of its param group
+    group: ParamGroup = {}  # the options of its param group
 
 
 def step_weights(update: Update, works: Sequence[Work]) -> None:
@@ -91,20 +92,17 @@ def count(works: Sequence[Work]) -> None:
 
 
 def taken(work: Work) -> tuple[Memory, Scaling]:
-    """Return the memory that a pass reads and writes, and the scaling; a gradient in another layout is copied."""
+    """Return the memory that a pass reads and writes, and the scaling; a gradient in another layout is copied.
+
+    Raises:
+        RuntimeError: Some of it has not the layout of the weight: kernels know only addresses.
+    """
     weight, gradient, state, copy, scaling, _ = work
     assert scaling is not None
     (first, first_scale), (second, second_scale) = [moment_in(state, name) for name in MOMENT_NAMES]
     if gradient is not None and gradient.shape == weight.shape and not lies_like(gradient, weight):
         gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
     memory = Memory(weight, state.get("low"), gradient, first, second, copy, first_scale, second_scale)
-    _check(memory)
-    return memory, scaling
-
-
-def _check(memory: Memory) -> None:
-    """Raise unless all memory of a pass has the layout of the weight: kernels know only addresses."""
-    weight = memory.weight
     in_bf16 = memory.low is not None or memory.first.dtype == torch.bfloat16
     groups = torch.Size([math.ceil(weight.numel() / GROUP)])
     is_right = (
@@ -118,6 +116,7 @@ def _check(memory: Memory) -> None:
             "shape, dtype, device or order in memory. After a change such as `parameter.data = ...`, "
             "set its `grad` to None and make a new optimizer."
         )
+    return memory, scaling
 
 
 def run(passes: Sequence[Pass]) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from sp_lightning.optim.layout import ParamGroup
+
 ONE = np.float32(1)
 
 
@@ -38,7 +40,7 @@ class Update:
     is_decoupled: bool
     moments: ClassVar[int] = 2
 
-    def rule(self, group: dict[str, Any], step: float) -> Rule:
+    def rule(self, group: ParamGroup, step: float) -> Rule:
         """Return the numbers of a step; steps are counted from one."""
         lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
         beta1, beta2 = map(float, group["betas"])
@@ -54,7 +56,7 @@ class Update:
         )
         return Rule(*map(np.float32, exact))
 
-    def by_torch(self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
+    def by_torch(self, group: ParamGroup, step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
         """Make a step in place by torch's fused kernel for the device of these tensors."""
         first, second = moments
         beta1, beta2 = map(float, group["betas"])
@@ -84,13 +86,13 @@ class SignUpdate(Update):
 
     moments: ClassVar[int] = 1
 
-    def rule(self, group: dict[str, Any], step: float) -> Rule:
+    def rule(self, group: ParamGroup, step: float) -> Rule:
         """Return the numbers of a step."""
         lr, beta1 = np.float32(float(group["lr"])), np.float32(float(group["betas"][0]))
         # neither of them is corrected
         return super().rule(group, step)._replace(lr=lr, correction=beta1)
 
-    def by_torch(self, group: dict[str, Any], step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
+    def by_torch(self, group: ParamGroup, step: float, weight: Tensor, gradient: Tensor, *moments: Tensor) -> None:
         """Make a step in place by torch's operations, each of which rounds once, as the kernel does."""
         (first,) = moments
         rule = self.rule(group, step)
@@ -146,7 +148,7 @@ class Pass(NamedTuple):
     """The update of a weight, or of a range of one, whose tensors all lie alike in memory."""
 
     update: Update
-    group: dict[str, Any]
+    group: ParamGroup
     step: float
     memory: Memory
     scaling: Scaling = NO_SCALING

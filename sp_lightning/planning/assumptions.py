@@ -178,9 +178,7 @@ class Assumptions:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be an amount of memory, such as '24GiB'.")
 
     def __str__(self) -> str:
-        speed = f"{self.compute:.0f}"
-        if self.compute_at_best is not None:
-            speed += f" to {self.compute_at_best:.0f}"
+        at_best = "" if self.compute_at_best is None else f" to {self.compute_at_best:.0f}"
         devices = "a GPU" if self.devices == 1 else f"{self.devices} GPUs, each"
         rows = f" in rows of {self.length:,}" if self.length < self.tokens else ""
         base = " on a base of 4 bits" if self.bits == 4 else ""
@@ -189,13 +187,12 @@ class Assumptions:
         desktop = "and a desktop (`--no-desktop`)" if self.desktop else "without a desktop (`--desktop`)"
         batches = "" if self.accumulate == 1 else f", {self.accumulate} batches in a step"
         in_fp8 = f", {self.fp8_gain} times as fast in FP8 at least," if self.fp8 else ""
-        drive = ""
-        if self.nvme_read is not None:
-            drive = f"a drive through which {self.drive_rate / 1e9:.2g} GB/s of state pass; "
+        has_drive = self.nvme_read is not None
+        drive = f"a drive through which {self.drive_rate / 1e9:.2g} GB/s of state pass; " if has_drive else ""
         return (
             f"{devices} with {readable_bytes(self.device_bytes)}, "
             f"{readable_bytes(self.bytes_of_others)} of it for CUDA {desktop}, "
-            f"{speed} TFLOP/s{in_fp8} and {self.link:g} GB/s each way; "
+            f"{self.compute:.0f}{at_best} TFLOP/s{in_fp8} and {self.link:g} GB/s each way; "
             f"{readable_bytes(self.host_bytes)} of RAM at {self.host_bandwidth:g} GB/s, "
             f"{readable_bytes(self.host_bytes - self.host_room)} of it for the system; "
             f"{drive}{trained}{self.tokens:,} tokens in a batch{rows}{batches}, gradients {clipped}."

@@ -105,7 +105,10 @@ def choose(
         raise search.too_little(places[0])
     # in the order in which they were found, which is the same in every process
     for kind in dict.fromkeys(draft[:2] for draft, _ in search.found.values()):
-        search.refine(kind)
+        best = None
+        while (cheapest := search.cheapest(kind)[0]) != best:  # until drafts near the best one do not help
+            best = cheapest
+            search.look_at(search.near(best))
     return search.cheapest()[1]
 
 
@@ -150,13 +153,6 @@ class _Search:
         """Return the best draft, of all or of those with this number of places and this policy."""
         found = [each for each in self.found.values() if kind in (None, each[0][:2])]
         return min(found, key=lambda each: self._cost(each[1]))
-
-    def refine(self, kind: tuple[int, Policy]) -> None:
-        """Try the drafts near the best one of a kind, until that does not help."""
-        best = None
-        while (cheapest := self.cheapest(kind)[0]) != best:
-            best = cheapest
-            self.look_at(self.near(best))
 
     def _cost(self, prediction: Prediction) -> float:
         if self.by_size:
@@ -223,14 +219,12 @@ class _Search:
             if choice in self.found or host_bytes(self.workload, choice) > self.host_room:
                 continue
             if device_bytes(self.workload, choice) <= self.room:
-                self.found[choice] = draft, self._price(choice)
-
-    def _price(self, choice: Choice) -> Prediction:
-        """Price a choice. If its units visit in backward, price later visits, too, and return the cheaper way."""
-        choices = [choice]
-        if choice.visiting and self.workload.stepping == "in backward":
-            choices.append(replace(choice, defers_visits=True))
-        return min((predict(self.workload, self.machine, each) for each in choices), key=self._cost)
+                choices = [choice]
+                # if its units visit in backward, later visits may be cheaper
+                if choice.visiting and self.workload.stepping == "in backward":
+                    choices.append(replace(choice, defers_visits=True))
+                predictions = [predict(self.workload, self.machine, each) for each in choices]
+                self.found[choice] = draft, min(predictions, key=self._cost)
 
     def _make_choice(self, draft: _Draft) -> Choice:
         able = self._able_to_live

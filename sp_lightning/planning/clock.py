@@ -8,7 +8,7 @@ soon as everything that this waits for is done:
     computing      the unit's weights, and its activations if they wait on the host
     gradients      one of two buffers on the device, so computing waits for the copy before the last one
     steps          their gradients or, clipped, those of all units; of several that could begin, the first unit's; those
-                   whose state is on a drive pass through it one after the other, beside all others
+                   whose state is on a drive pass through it one after the other, beside the others on the host
     visits         the same, and the visit before; after backward or deferred, the moment at which their unit is loaded
 
 Copies up and down share the link; all copies and the steps on the host share the host's memory. No part of a step takes
@@ -102,10 +102,9 @@ class _Pass:
             if steps and unit.step_bytes and number not in choice.visiting
         }
         self._on_drive = self._on_host.keys() & set(choice.on_drive)
+        self._landing = landing_buffers(sum(unit.weight_bytes > 0 for unit in self._units))
         # a drive writes state into this memory, and reads it
-        passing = state_bytes(workload, self._on_drive)
-        self._landing = landing_buffers(len(self._units))
-        self._bytes_on_host = sum(self._on_host.values()) + 2 * passing
+        self._bytes_on_host = sum(self._on_host.values()) + 2 * state_bytes(workload, self._on_drive)
         self._steps_in_backward = steps and workload.stepping == "in backward"
         # units that visit in backward, and those that the next forward has visit
         self._early = [*choice.visiting] if self._steps_in_backward and not choice.defers_visits else []
@@ -115,10 +114,9 @@ class _Pass:
         # when each unit has been stepped, or may be by its visit
         self._ready = [0.0 if streams else math.inf for streams in self._streams]
         self._compute, self._drive = _Lane(1.0), _Lane(machine.drive)
-        # steps of units on the drive take their part of the host
-        stepped = sum(self._on_host[number] for number in self._on_drive)
-        beside = machine.drive * stepped / passing if stepped else 0.0
-        self._host = _Lane(max(machine.host / 2, machine.host - beside))
+        # the part of the host that steps of units on the drive take from others; all together are no faster than it
+        self._beside = 0.0
+        self._host, self._together = _Lane(machine.host), _Lane(machine.host)
         self._slower = self._slowed()
         self.up, self.down = _Lane(machine.to_device), _Lane(machine.to_host)
         self.lanes = {
@@ -198,7 +196,7 @@ class _Pass:
                     insort(stepped, self._update(number))
             if self._streams[number]:
                 freed.append(self._compute.free)
-        for lane in (self._host, self._drive):
+        for lane in (self._host, self._drive, self._together):
             lane.free = lane.moved = 0.0
 
     def _visit_in_backward(self, until: float) -> None:
@@ -264,10 +262,16 @@ class _Pass:
 
     def _update(self, number: int) -> float:
         """Have the host step a unit whose gradients have come; return when it is over."""
-        nbytes: float = self._on_host[number]
+        lane, nbytes, come = self._lane_of(number), self._on_host[number], self._come[number]
+        seconds = alone = nbytes / self._machine.host
         if number in self._on_drive:  # the slower one of drive and host keeps the other one waiting
-            nbytes = max(self._units[number].state_bytes, nbytes * self._machine.drive / self._machine.host)
-        return self._lane_of(number).move(nbytes, self._come[number])
+            seconds = max(alone, self._units[number].state_bytes / lane.rate)
+            self._beside = min(0.5, alone / seconds)
+        else:
+            crowded = min(self._drive.free - max(lane.free, come), alone / (1 - self._beside))
+            seconds += max(0.0, crowded) * self._beside
+        lane.free = max(lane.move(seconds * lane.rate, come), self._together.move(nbytes, come))
+        return lane.free
 
     def _bring(self, number: int, begin: float, nbytes: int) -> float:
         """Send a unit, from a moment on, or have its visit bring the new weights; return when it has arrived."""

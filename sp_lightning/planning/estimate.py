@@ -9,6 +9,7 @@ rows of any length (docs/cli.md).
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -72,24 +73,36 @@ class DividedModel(NamedTuple):
 def divide(module: nn.Module, given: Assumptions) -> DividedModel:
     """Copy a model as it would be trained, and find its units; the machine's speed does not matter here."""
     dtype, is_mixed = _HALF.get(given.precision), given.precision.endswith("mixed")
-    module = _on_meta(module, None if is_mixed and given.lora is None else dtype)
+    # to the meta device, where it takes no memory; shared tensors stay shared
+    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    for weight in module.parameters():
+        copies[id(weight)] = nn.Parameter(weight.to("meta"), weight.requires_grad)
+    module = copy.deepcopy(module, copies).to(dtype=None if is_mixed and given.lora is None else dtype)
     vocabulary = frozenset(table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding))
     # transformers' routers call the number by this name
     chosen = (getattr(part, "top_k", None) for part in module.modules())
     chosen_experts = next((number for number in chosen if isinstance(number, int)), None)
     if given.lora is not None:
-        _add_adapters(module, given.lora, vocabulary, None if is_mixed else dtype, given.bits)
+        # freeze it, and add the numbers of an adapter to each of its linear layers but the head
+        module.requires_grad_(False)
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and layer.out_features not in vocabulary:
+                size = given.lora, layer.in_features + layer.out_features
+                numbers = torch.empty(size, device="meta", dtype=None if is_mixed else dtype)
+                layer.adapter = nn.Parameter(numbers)
+                if given.bits == 4:
+                    layer.weight = nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
     division = find_units(module, given.units, given.resident, given.device_bytes)
     cast = weights_of_cast_layers(module) if is_mixed else set()
     # torchao's own casts need them as they are
     for part in module.modules():
         if _in_fp8(part, given, vocabulary):
             cast -= set(map(id, part.parameters()))
-    for weight in [weight for unit in division.units for weight in unit.weights]:
-        if weight.dtype is torch.uint8:  # two numbers share a byte
-            weight.layout = weight.layout.flatten()[::2]
-        elif dtype is not None and id(weight.master) in cast:
-            weight.compute_dtype = dtype
+    for sent in [weight for unit in division.units for weight in unit.weights]:
+        if sent.dtype is torch.uint8:  # two numbers share a byte
+            sent.layout = sent.layout.flatten()[::2]
+        elif dtype is not None and id(sent.master) in cast:
+            sent.compute_dtype = dtype
     return DividedModel(division, vocabulary, chosen_experts)
 
 
@@ -137,45 +150,25 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
     )
 
 
-def _add_adapters(
-    module: nn.Module, rank: int, vocabulary: Collection[int], dtype: torch.dtype | None, bits: int
-) -> None:
-    """Freeze a model, and add the numbers of an adapter to each of its linear layers but the head."""
-    module.requires_grad_(False)
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and layer.out_features not in vocabulary:
-            numbers = torch.empty(rank, layer.in_features + layer.out_features, device="meta", dtype=dtype)
-            layer.adapter = nn.Parameter(numbers)
-            if bits == 4:
-                layer.weight = nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
-
-
-def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Copy a module to the meta device, where it takes no memory; shared tensors stay shared."""
-    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
-    for weight in module.parameters():
-        copies[id(weight)] = nn.Parameter(weight.to("meta"), weight.requires_grad)
-    return copy.deepcopy(module, copies).to(dtype=dtype)
-
-
 def assumed_machine(given: Assumptions) -> Machine:
     """Return the machine as one of its devices sees it; all devices share the bandwidth of its memory."""
     host = given.host_bandwidth * 1e9
     share = host / given.devices
     link = min(given.link * 1e9, share)
-    machine = Machine(
+    both = _BOTH_WAYS * link
+    memory = 1e9 * (given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth)
+    if given.devices > 1:  # copies have their share
+        both, memory = min(both, share), math.inf
+    return Machine(
         to_device=link,
         to_host=link,
         host=host,
-        both=_BOTH_WAYS * link,
+        both=both,
+        host_memory=memory,
         device_memory=REACHED_OF_MEMORY * given.device_bandwidth * 1e9,
         kernel_seconds=KERNEL_SECONDS,
         drive=given.drive_rate,
     )
-    if given.devices > 1:  # copies have their share
-        return replace(machine, both=min(machine.both, share))
-    memory = given.memory_bandwidth or _MEMORY_FOR_ALL * given.host_bandwidth
-    return replace(machine, host_memory=memory * 1e9)
 
 
 def _in_fp8(layer: nn.Module, given: Assumptions, vocabulary: Collection[int]) -> bool:

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -21,15 +20,16 @@ from torch.optim import Optimizer
 
 from sp_lightning.optim.layout import BLOCK
 from sp_lightning.optim.of_torch import OnePass
-from sp_lightning.optim.on_device import PIECE, Effort
+from sp_lightning.optim.on_device import PIECE, Effort, bytes_of_step
 from sp_lightning.pipeline import Engine, Kind, Lane, Recording, Span
 from sp_lightning.pipeline.lanes.backend import DeviceMemory
 from sp_lightning.pipeline.optimizer.kinds import parameters_of, settings_of, why_not_by_unit
+from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import sent_bytes
 from sp_lightning.pipeline.units.unit import Unit
 from sp_lightning.pipeline.weights.segment import gradient_bytes
-from sp_lightning.planning.memory import bytes_meanwhile, bytes_of_pieces, ways_of
+from sp_lightning.planning.memory import bytes_meanwhile, ways_of
 from sp_lightning.planning.work import Machine, Stepping, UnitWork, Way, Workload
 
 _WARM_UP = 1  # steps before the recording
@@ -91,12 +91,13 @@ def work_of(
     traffic = effort.nbytes * numbers
     # one for each piece, and one more after a weight that does not end where the next one begins
     passes = math.ceil(numbers / PIECE) + sum(size % BLOCK > 0 for size in sizes)
+    pieces = PIECES_AT_ONCE * min(PIECE, numbers) * (down + gradients) // max(1, numbers)
     return replace(
         work,
         update_traffic=traffic if has_halves or has_codes else work.update_traffic,
         visit_up=up,
         visit_down=down,
-        visit_bytes=bytes_of_pieces(down + gradients, numbers),
+        visit_bytes=pieces + bytes_of_step(numbers),
         visit_kernels=effort.kernels * passes,
         visit_traffic=traffic,
     )
@@ -118,18 +119,6 @@ def may_live_on_device(optimizers: Iterable[Optimizer], parameters: Collection[n
     return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
 
 
-def _may_visit(optimizers: Collection[Optimizer], fused: bool) -> bool:
-    """Tell whether units may be updated on the device: all optimizers step weights in one pass.
-
-    `fused` tells whether torch's fused kernels are taken where the user left the choice to torch.
-    """
-    for optimizer in optimizers:
-        passes = [OnePass(optimizer, settings) for settings in settings_of(optimizer, fused)]
-        if why_not_by_unit(optimizer) or not all(one_pass.is_possible for one_pass in passes):
-            return False
-    return bool(optimizers)
-
-
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
     """Return the bytes of a unit with the optimizer state that it has, and the places where it may be stepped."""
     states, processes = engine.optimizers.states, engine.processes
@@ -146,7 +135,15 @@ def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:
         *bytes_meanwhile(optimizers if on_accelerator else (), masters),
         trains=trains,
         lives=plans and (is_free or not is_stepped) and (not trains or may_live_on_device(optimizers, masters)),
-        visits=is_free and processes is None and _may_visit(optimizers, engine.steps.fused),
+        # units may be updated on the device if all optimizers step weights in one pass
+        visits=is_free
+        and processes is None
+        and bool(optimizers)
+        and all(
+            why_not_by_unit(optimizer) is None and OnePass(optimizer, settings).is_possible
+            for optimizer in optimizers
+            for settings in settings_of(optimizer, engine.steps.fused)
+        ),
     )
 
 
@@ -204,7 +201,7 @@ def workload_of(engine: Engine, measured: FirstSteps, machine: Machine) -> Workl
     steps = [_computing(recording, begin, end, in_order) for begin, end in recording.steps]
     # a step that returns no loss has no backward
     steps = [step for step in steps if any(kind is Kind.BACKWARD for kind, _, _ in step)] or steps
-    phases = set(chain(*steps))
+    phases = set().union(*steps)
     fastest = defaultdict(float, {phase: min(step[phase] for step in steps) for phase in phases})
     stepping: Stepping | None = None
     micro_steps = 1
@@ -259,8 +256,15 @@ def machine_of(engine: Engine, recording: Recording, before: Machine) -> Machine
     host = _rate(recording, Kind.STEP) * moved / max(1, recorded) or before.host
     # The rate of updates includes the waits of kernels.
     updates = _rate(recording, Kind.VISIT) or before.updates
-    machine = replace(before, to_device=to_device, to_host=to_host, host=host, updates=updates)
-    return replace(machine, device_memory=engine.backend.memory_rate, kernel_seconds=engine.backend.kernel_seconds)
+    return replace(
+        before,
+        to_device=to_device,
+        to_host=to_host,
+        host=host,
+        updates=updates,
+        device_memory=engine.backend.memory_rate,
+        kernel_seconds=engine.backend.kernel_seconds,
+    )
 
 
 def _computing(recording: Recording, begin: float, end: float, units: Sequence[Unit]) -> dict[_Phase, float]:

@@ -23,16 +23,15 @@ from functools import lru_cache, partial
 from torch import nn
 from torch.optim import Adadelta, Adagrad, Optimizer, Rprop
 
-from sp_lightning.optim.on_device import PIECE, bytes_of_step
+from sp_lightning.optim.on_device import bytes_of_step
 from sp_lightning.pipeline.activations.offload import Footprint
 from sp_lightning.pipeline.gradients.gradient_memory import landing_buffers, three_buffers
 from sp_lightning.pipeline.optimizer.kinds import OURS
 from sp_lightning.pipeline.optimizer.state_file import without_room
 from sp_lightning.pipeline.optimizer.state_ring import BUFFER, BUFFERS
-from sp_lightning.pipeline.optimizer.visit import PIECES_AT_ONCE
 from sp_lightning.pipeline.options import Policy
 from sp_lightning.pipeline.placing.places import place_in_arena
-from sp_lightning.planning.work import Choice, UnitWork, Way, Workload
+from sp_lightning.planning.work import Choice, Numbers, UnitWork, Way, Workload
 
 RING = BUFFERS * BUFFER
 """Bytes of host memory through which optimizer state on a drive passes."""
@@ -104,7 +103,7 @@ def with_drive(workload: Workload, choice: Choice, host_room: float) -> Choice:
     return replace(choice, on_drive=tuple(without_room(sizes, sum(sizes.values()) - RING - excess)))
 
 
-def spread(count: int, numbers: Sequence[int]) -> tuple[int, ...]:
+def spread(count: int, numbers: Sequence[int]) -> Numbers:
     """Return `count` of these numbers, spread evenly."""
     return tuple(numbers[(2 * place + 1) * len(numbers) // (2 * count)] for place in range(count))
 
@@ -125,7 +124,11 @@ def first_choice(workload: Workload, device_room: float = 0.0, host_room: float 
         next_one = replace(first, living=able_to_live[:count], waiting=(), on_drive=())
         if count and device_bytes(workload, next_one) > device_room:
             break
-        first = with_drive(workload, _with_most_waiting(workload, next_one, device_room), host_room)
+        # the most gradients wait on the device that there is room for, if the host gains by it
+        choices = _with_more_waiting(workload, next_one)
+        most = bisect_right(choices, device_room, lo=1, key=partial(device_bytes, workload))
+        next_one = min(next_one, choices[most - 1], key=partial(host_bytes, workload))
+        first = with_drive(workload, next_one, host_room)
     return first
 
 
@@ -137,13 +140,6 @@ def first_host_bytes(workload: Workload, first: Choice) -> int:
     elsewhere = state_bytes(workload, (*first.living, *first.on_drive))
     afterwards = sum(unit.host_bytes for unit in workload.everything) - elsewhere
     return max(host_bytes(workload, first), afterwards)
-
-
-def _with_most_waiting(workload: Workload, choice: Choice, device_room: float) -> Choice:
-    """Return the choice with as many gradients waiting on the device as there is room for, if the host gains by it."""
-    choices = _with_more_waiting(workload, choice)
-    most = bisect_right(choices, device_room, lo=1, key=partial(device_bytes, workload))
-    return min(choice, choices[most - 1], key=partial(host_bytes, workload))
 
 
 def with_waiting(workload: Workload, choice: Choice, host_room: float) -> Choice:
@@ -199,12 +195,6 @@ def activation_bytes(workload: Workload, choice: Choice) -> int:
 @lru_cache(maxsize=4096)  # the same window is tried with many ways for activations
 def _arena_bytes(sizes: tuple[int, ...], slots: int) -> int:
     return place_in_arena(sizes, slots)[1]
-
-
-def bytes_of_pieces(nbytes: int, numbers: int) -> int:
-    """Return the device memory for the pieces of a visit of `nbytes`, and for its steps, which update `numbers`."""
-    of_pieces = PIECES_AT_ONCE * min(PIECE, numbers) * nbytes // max(1, numbers)
-    return of_pieces + bytes_of_step(numbers)
 
 
 def bytes_meanwhile(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.measure import FirstSteps, machine_of, work_of, workload_of
 from sp_lightning.planning.memory import bytes_that_stay, host_bytes
 from sp_lightning.planning.rates import probe
-from sp_lightning.planning.work import Choice, Machine, UnitWork, Workload
+from sp_lightning.planning.work import Choice, Machine, UnitWork
 
 _HOST_ROOM = 2  # activations may wait in one of this number of equal parts of free host memory
 _MUCH_LARGER = 1.25  # inputs that exceed the measured ones by this factor are measured again
@@ -44,7 +44,7 @@ class _Planned:
 class AutoPlanner(Planner):
     """Measures the first steps, and then makes the choices that the user has left open (see `choose`)."""
 
-    def __init__(self, tell: Callable[[WindowPlan], None] | None = None) -> None:
+    def __init__(self, tell: Callable[[WindowPlan], object] = lambda _: None) -> None:
         self._tell = tell  # a function that gets each new plan
         # plans by the situation that they are for: the bytes of all units, and whether there is a backward
         self._plans: dict[tuple[tuple[UnitWork, ...], bool], _Planned] = {}
@@ -72,19 +72,18 @@ class AutoPlanner(Planner):
         validates = builds_graph != self._trains
         if validates or situation != before:
             self.abandon()
-        if validates:
-            return None if planned is None else planned.plan
-        auto = engine.activations.auto
-        # the size of inputs, or of activations where inputs are not measured
-        size = engine.meter.step_peak if auto is None else auto.input_bytes
-        if planned is None or size > _MUCH_LARGER * planned.measured_size:
-            measured = self._measure(engine)
-            if measured is not None:
-                planned = _Planned(self._plan(engine, measured), size, measured, size)
-                self._plans[situation] = planned
-        if planned is not None and auto is not None and size > planned.size:
-            # this uses the times that were measured
-            planned.plan, planned.size = self._plan(engine, planned.measured), size
+        if not validates:
+            auto = engine.activations.auto
+            # the size of inputs, or of activations where inputs are not measured
+            size = engine.meter.step_peak if auto is None else auto.input_bytes
+            if planned is None or size > _MUCH_LARGER * planned.measured_size:
+                measured = self._measure(engine)
+                if measured is not None:
+                    planned = _Planned(self._plan(engine, measured), size, measured, size)
+                    self._plans[situation] = planned
+            if planned is not None and auto is not None and size > planned.size:
+                # this uses the times that were measured
+                planned.plan, planned.size = self._plan(engine, planned.measured), size
         return None if planned is None else planned.plan
 
     @override
@@ -117,7 +116,10 @@ class AutoPlanner(Planner):
         self._machine = machine
         assert budget is not None
         free = available_host_memory()
-        taken = host_bytes(workload, _as_measured(engine, workload))
+        # the choice of the first steps, in all that matters to host memory
+        units, waited = enumerate(workload.everything), engine.waiting.waited
+        waiting = tuple(number for number, unit in units if unit.name in waited)
+        taken = host_bytes(workload, Choice(1, living=workload.staying or (), waiting=waiting))
         search = partial(
             choose,
             workload,
@@ -144,23 +146,15 @@ class AutoPlanner(Planner):
             device_bytes=prediction.device_bytes,
             policies={unit.name: way.policy for unit, way in zip(workload.units, choice.ways, strict=True)},
         )
-        if self._tell is not None:
-            self._tell(plan)
+        self._tell(plan)
         return plan
 
 
 def compile_updates(engine: Engine) -> None:
     """Compile the kernels that update units on the device, between steps, and learn whether that is possible."""
-    copies = [copy for segment in engine.arrangement.segments for copy in segment.copies]
-    lowered = {copy.dtype for copy in copies if copy is not None}
+    segments = engine.arrangement.segments
+    lowered = {copy.dtype for segment in segments for copy in segment.copies if copy is not None}
     with torch.inference_mode(False), torch.no_grad():
         for optimizer in engine.optimizers.states.optimizers:
             if isinstance(optimizer, AdamW):
                 optimizer.compile_updates(engine.device, lowered)
-
-
-def _as_measured(engine: Engine, workload: Workload) -> Choice:
-    """Return the choice of the first steps, in all that matters to host memory."""
-    waited = engine.waiting.waited
-    waiting = tuple(number for number, unit in enumerate(workload.everything) if unit.name in waited)
-    return Choice(1, living=workload.staying or (), waiting=waiting)

@@ -1,4 +1,10 @@
-"""`sp_lightning.plan(module)`: whether a model can be trained on a machine, how fast, and with which arguments."""
+"""`sp_lightning.plan(module)`: whether a model can be trained on a machine, how fast, and with which arguments.
+
+`offers` has the best way to train models of several kinds and sizes on one machine, for `sp-lightning plan` without a
+model. The ways of a model are tried from the one that trains most to the one that needs least: all weights with
+torch's AdamW, then with compact ones, then adapters (LoRA), then adapters on a base of 4 bits (QLoRA). Only what a
+recipe of examples/ trains is offered.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from sp_lightning.planning.assumptions import COMPACT, Assumptions, as_sold, lad
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.clock import predict
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
-from sp_lightning.planning.known import rates_of
+from sp_lightning.planning.known import batch_of, known, named_model, rates_of, recipe
 from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
@@ -41,6 +47,7 @@ _GIB = 2**30
 _RUN = 10_000_000  # tokens of the run for which the plan shows the wear of the drive
 _DRIVE = "PCIe 4"  # the drive that is planned if RAM does not suffice
 _NANOSECOND = 1e-9
+_FEWER = 4  # where a batch does not fit, a step has as many smaller ones
 _BOTTLENECKS = {
     Lane.COMPUTE: "computing on the GPU",
     Lane.TO_DEVICE: "copies to the GPU",
@@ -87,13 +94,18 @@ class Row:
         assert self.step is not None
         return self.step
 
+    @property
+    def lack(self) -> TooLittleMemory:
+        """The memory that is missing where nothing fits."""
+        assert self.error is not None
+        return self.error
+
     def missing(self, reason: str = "") -> str:
         """Return the missing memory of a row that does not fit as a sentence, with a reason for the need."""
-        error = self.error
-        assert error is not None
-        there = self.given.host_bytes if error.place == "host" else self.given.device_bytes
+        place = self.lack.place
+        there = self.given.host_bytes if place == "host" else self.given.device_bytes
         needed = readable_bytes(self.needed_bytes)
-        return f"it needs {needed} of {_PLACES[error.place]}{reason}, and there are {readable_bytes(there)}"
+        return f"it needs {needed} of {_PLACES[place]}{reason}, and there are {readable_bytes(there)}"
 
     @property
     def needed_bytes(self) -> int:
@@ -101,10 +113,8 @@ class Row:
 
         In whole GiB, if it is at least one.
         """
-        error = self.error
-        assert error is not None
-        given, needed = self.given, error.needed
-        if error.place == "host":
+        given, needed = self.given, self.lack.needed
+        if self.lack.place == "host":
             needed = as_sold(needed + given.bytes_of_system)
         else:
             needed = math.ceil(needed / SHARE_OF_FREE_MEMORY) + given.bytes_of_others
@@ -136,21 +146,18 @@ class Row:
         """The number of units that stay on the device, without the resident one."""
         return sum(number < self.units for number in self.fastest.choice.living)
 
-    def written(self) -> int:
-        """Return the bytes that a step writes to the drive."""
-        return self.fastest.bytes_to_drive
-
     def wear(self) -> str:
         """Return what a step and a run write to the drive, as a line; nothing if it is not needed."""
-        if not self.written():
+        in_step = self.fastest.bytes_to_drive
+        if not in_step:
             return ""
         slow, fast = self.tokens_per_second
-        written = self.written() / 1e12 * _RUN / self.given.tokens_in_step
+        written = in_step / 1e12 * _RUN / self.given.tokens_in_step
         part = ""
         if (endurance := self.given.nvme_endurance) is not None:
             part = f", {written / endurance:.1%} of the {endurance:,.0f} TB that its maker warrants"
         return (
-            f"\nA step writes {self.written() / 1e9:.1f} GB to the drive. A run of {_RUN:,} tokens takes "
+            f"\nA step writes {in_step / 1e9:.1f} GB to the drive. A run of {_RUN:,} tokens takes "
             f"{readable_hours(_RUN / fast, _RUN / slow)} and writes {written:.1f} TB{part}."
         )
 
@@ -207,7 +214,7 @@ class Report:
     def best(self) -> Row:
         """The first row that fits without a drive, or else that which writes least to it, or else the last one."""
         fitting = [row for row in self.rows if row.step is not None]
-        return min(fitting, key=Row.written, default=self.rows[-1])
+        return min(fitting, key=lambda row: row.fastest.bytes_to_drive, default=self.rows[-1])
 
     def __str__(self) -> str:
         table = [_HEAD, *map(str, self.rows)]
@@ -225,13 +232,12 @@ class Report:
         """Return the answer in one sentence, then the speed, or the remedies."""
         best, step = self.best, self.best.step
         if step is None:
-            assert best.error is not None
             helps = [
                 f"It fits {change}, with {row.given.optimizer_words} in {row.given.precision}: {row.memory}; "
                 f"{row.speed} tokens/s."
                 for change, row in self.remedies
             ]
-            missing = best.missing(f", mostly for {best.error.most}")
+            missing = best.missing(f", mostly for {best.lack.most}")
             return "\n".join([f"{self.title} does not fit: {missing}.", *helps])
         given = best.given
         slow, fast = best.tokens_per_second
@@ -341,8 +347,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
     """Yield a change of the request with which it fits, if there is one, and a machine on which it fits."""
-    assert last.error is not None
-    if last.error.place == "host" and last.given.optimizer in COMPACT and last.given.nvme_read is None:
+    if last.lack.place == "host" and last.given.optimizer in COMPACT and last.given.nvme_read is None:
         row = plan_row(module, replace(last.given, **rates_of("drives", _DRIVE)))
         if row.step is not None:
             yield f'with optimizer state on a drive (`--nvme "{_DRIVE}"`)', row
@@ -365,8 +370,7 @@ def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, R
 def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
     """Yield changes that may make it fit, the smallest first."""
     given = last.given
-    assert last.error is not None
-    if last.error.place == "device":
+    if last.lack.place == "device":
         if given.loss == "whole" and last.has_logits:
             yield "with `loss_in_slices(model)` (`--loss chunked`)", replace(given, loss="chunked")
         if given.activations != "auto":
@@ -385,13 +389,65 @@ def _changes(first: Row, last: Row) -> Iterator[tuple[str, Assumptions]]:
             f"in batches of {batch:,} tokens, {many} of them in a step (`--tokens {batch} --accumulate {many}`)",
             replace(given, tokens=batch, accumulate=many),
         )
-    if last.error.place == "host" and given.gradient_clip_val is not None:
+    if last.lack.place == "host" and given.gradient_clip_val is not None:
         yield "without clipping", replace(given, gradient_clip_val=None)
     lora = replace(first.given, lora=given.lora or RANK)
     if given.lora is None:
         yield f"with LoRA on a frozen base (`--lora {RANK}`)", lora
     if given.bits != 4 and last.has_logits:  # recipes for images load a base before they round it
         yield f"with QLoRA, on a base of 4 bits (`--lora {lora.lora} --bits 4`)", replace(lora, bits=4)
+
+
+# ------------------------------------------------------------------------------------------- what a machine can train
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The best way to train a model, or the last one that was tried, if none fits."""
+
+    kind: str
+    model: str
+    row: Row
+    command: str  # of a recipe
+
+    def __str__(self) -> str:
+        row, step, given = self.row, self.row.step, self.row.given
+        trained = f"all weights, {given.moments} moments" if given.moments else "all weights"
+        if given.lora is not None:
+            trained = "LoRA" if given.bits == 16 else "QLoRA"
+        label = f"{self.kind:<16}{self.model:<27}"
+        if step is None:
+            return f"{label}does not fit: {row.missing()}"
+        memory = f"{readable_bytes(step.device_bytes):>10}{readable_bytes(step.host_bytes):>11}"
+        return f"{label}{trained:<26}{memory}  {row.speed}"
+
+
+HEAD_OF_OFFERS = f"{'':<43}{'trained':<26}{'GPU':>10}{'RAM':>11}  tokens/s"
+
+
+def offers(given: Assumptions) -> Iterator[Offer]:
+    """Yield the best way to train each model that is offered on a machine."""
+    for name, entry in known("models").items():
+        if "offered_as" in entry:
+            module = named_model(name)
+            for way in _ways(replace(given, **batch_of(name))):
+                if command := recipe(name, way):
+                    offer = Offer(entry["offered_as"], name, plan_row(module, way), command)
+                    if offer.row.step is not None:
+                        break
+            yield offer
+
+
+def _ways(given: Assumptions) -> Iterator[Assumptions]:
+    """Yield the ways to train, each in one batch a step, and in several smaller ones."""
+    lora = replace(given, lora=RANK)
+    for way in (*ladder(given), lora, replace(lora, bits=4)):
+        yield way
+        if way.tokens >= _FEWER * way.length:
+            yield replace(way, tokens=way.tokens // _FEWER, accumulate=_FEWER * way.accumulate)
+
+
+# --------------------------------------------------------------------------------------------------------------- words
 
 
 def _typed(given: Assumptions, arguments: Mapping[str, str]) -> list[str]:

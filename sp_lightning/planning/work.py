@@ -18,6 +18,10 @@ Stepping: TypeAlias = Literal["in backward", "under forward", "after backward"]
 next forward on, or when all gradients have landed (clipping, a loss scaler)."""
 
 
+Numbers: TypeAlias = tuple[int, ...]
+"""Units, by their numbers in the order of the forward; the resident one has the number after the last one."""
+
+
 @dataclass(frozen=True)
 class Way:
     """One way for a unit to have its activations in backward."""
@@ -97,7 +101,7 @@ class Workload:
     # whether a drive takes the optimizer state that the host has no room for
     has_drive: bool = False
     # the units that stay on the device from the first step on; None if the first steps are yet to be planned
-    staying: tuple[int, ...] | None = None
+    staying: Numbers | None = None
 
     @cached_property
     def everything(self) -> tuple[UnitWork, ...]:
@@ -105,7 +109,7 @@ class Workload:
         return (*self.units, self.resident)
 
     @cached_property
-    def able_to_live(self) -> tuple[int, ...]:
+    def able_to_live(self) -> Numbers:
         """The units that may stay on the device, in the order in which they come there: the resident one first."""
         in_order = (len(self.units), *range(len(self.units)))
         return tuple(number for number in in_order if self.everything[number].bytes_on_device)
@@ -190,15 +194,15 @@ class Choice:
 
     k: int  # places for units that stream
     # units that stay on the device with their gradients and optimizer state; see `Workload.everything`
-    living: tuple[int, ...] = ()
+    living: Numbers = ()
     # units that are updated on the device, and whose state is copied there for that
-    visiting: tuple[int, ...] = ()
+    visiting: Numbers = ()
     # the way of each unit's activations; if empty, the first of each unit's ways
     ways: tuple[Way, ...] = ()
     # units whose gradients wait on the device until these units are updated
-    waiting: tuple[int, ...] = ()
+    waiting: Numbers = ()
     # units whose optimizer state lies on a drive, through which the host steps them
-    on_drive: tuple[int, ...] = ()
+    on_drive: Numbers = ()
     # whether units visit only as the next forward loads them, though their gradients are final in backward
     defers_visits: bool = False
 

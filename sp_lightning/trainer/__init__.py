@@ -12,7 +12,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sp_lightning.pipeline import Pipeline, PipelineOptions
+from sp_lightning.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -98,12 +98,7 @@ class StrategyPart(ParallelStrategy):
     """The common base of the strategy's parts; each namespace puts its own `ParallelStrategy` below them."""
 
     lightning: ClassVar[Namespace]
-    options: PipelineOptions
     pipeline: Pipeline | None  # while a module that has parameters is attached
-
-    @property
-    def _trainer(self) -> Trainer | None:
-        return None if self.lightning_module is None else self.lightning_module._trainer
 
     @property
     def _module(self) -> LightningModule:

@@ -23,12 +23,13 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from sp_lightning.optim.optimizers import COMPACT, AdamW
-from sp_lightning.pipeline import Pipeline, Progress
+from sp_lightning.pipeline import Progress
 from sp_lightning.pipeline.host_memory import has_room_for, private_files
+from sp_lightning.pipeline.operations import instances_in
 from sp_lightning.pipeline.torch_private import contains_others, parts_of
 from sp_lightning.trainer import FabricNamespace, Namespace, StrategyPart
 from sp_lightning.trainer.narrator import CountedCopies, CountedFile
@@ -149,7 +150,7 @@ def _write(checkpoint: StateDict, file: CountedFile) -> None:
 
 def nbytes_of(checkpoint: Any) -> int:
     """Return the bytes of all tensors in a checkpoint; tied weights count once."""
-    parts = [part for tensor in tree_leaves(checkpoint) if isinstance(tensor, Tensor) for part in parts_of(tensor)]
+    parts = [part for tensor in instances_in(checkpoint, Tensor) for part in parts_of(tensor)]
     return sum({part.data_ptr(): part.nbytes for part in parts if part.layout is torch.strided}.values())
 
 
@@ -181,7 +182,6 @@ class CheckpointsMixin(WritesCheckpoints, StrategyPart):
 
     lightning: ClassVar[Namespace]
     meetings: Meetings
-    pipeline: Pipeline | None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ def optimizer_state_on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
     If the host has no room for state on the device, it stays there, and is written from there.
     """
-    if not _has_room_for_copy(state):
+    if not has_room_for(2 * bytes_on_device(state)):  # it may take half of what is free
         return state
     return cast("dict[str, Tensor]", tree_map_only(Tensor, Tensor.cpu, state))
 
@@ -232,16 +232,11 @@ def state_dict_on_host(state: StateDict) -> StateDict:
     If the host has no room for them, they stay there, and are written from there. Tensors that consist of others move
     in any case, because their class writes on which device they are.
     """
-    has_room = _has_room_for_copy(state)
+    has_room = has_room_for(2 * bytes_on_device(state))  # they may take half of what is free
     for name, value in state.items():
         if isinstance(value, Tensor) and value.device.type != "meta" and (has_room or contains_others(value)):
             state[name] = value.cpu()
     return state
-
-
-def _has_room_for_copy(state: Any) -> bool:
-    """Tell whether the tensors on the device take at most half of the host memory that is free."""
-    return has_room_for(2 * bytes_on_device(state))
 
 
 def bytes_on_device(state: Any) -> int:
@@ -250,8 +245,7 @@ def bytes_on_device(state: Any) -> int:
 
 
 def _tensors_on_device(state: Any) -> list[Tensor]:
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    return [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+    return [tensor for tensor in instances_in(state, Tensor) if tensor.device.type not in ("cpu", "meta")]
 
 
 def own_all_but_weights(state: StateDict, module: nn.Module) -> StateDict:

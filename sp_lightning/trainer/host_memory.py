@@ -1,4 +1,7 @@
-"""The data that host memory has to hold: a model from the meta device, averages of weights, the optimizer's state."""
+"""The data that host memory has to hold: a model from the meta device, averages of weights, the optimizer's state.
+
+Units stay on the GPU from the first step on if host memory has no room for their state.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from torch.optim import ASGD, Optimizer
 
 from sp_lightning.optim.dry_step import state_after_dry_step
 from sp_lightning.optim.optimizers import AdamW
-from sp_lightning.pipeline import Progress, available_host_memory, readable_bytes
+from sp_lightning.pipeline import Pipeline, Progress, WindowPlan, available_host_memory, readable_bytes
 from sp_lightning.pipeline.optimizer.kinds import BY_ELEMENT, BY_WEIGHT
 from sp_lightning.pipeline.torch_private import step_is_replaced
+from sp_lightning.planning.measure import may_live_on_device, work_of
+from sp_lightning.planning.memory import bytes_meanwhile, bytes_that_stay, first_choice, first_host_bytes
+from sp_lightning.planning.work import Workload
 from sp_lightning.trainer import FabricNamespace, Namespace
 
 # the part of all gradients that is on the host at once, if each is used as it comes
@@ -60,7 +65,7 @@ def materialize(
 
 
 def _meta_tensors(owner: nn.Module) -> list[Tensor]:
-    return [t for t in chain(owner.parameters(recurse=False), owner.buffers(recurse=False)) if t.is_meta]
+    return [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if t.is_meta]
 
 
 def _fill(tensors: Sequence[Tensor], reset: Callable[[], object]) -> None:
@@ -152,7 +157,8 @@ def room_for_gradients(
     lightning: FabricNamespace,
     gradients_pass: bool = False,
     has_drive: bool = False,
-    or_else: Callable[[], float | None] = lambda: None,
+    pipeline: Pipeline | None = None,
+    micro_steps: int = 1,
 ) -> float:
     """Return the host memory that gradients may take besides the state of optimizers; infinite if all of them fit.
 
@@ -165,7 +171,8 @@ def room_for_gradients(
         lightning: The namespace whose error is raised.
         gradients_pass: Whether gradients are used as they come, and never wait for all others.
         has_drive: Whether a drive holds the state for which there is no room.
-        or_else: Makes room, and returns it, where there is too little; None if it cannot.
+        pipeline: The pipeline whose units may stay on the device, where there is too little room; None if they may not.
+        micro_steps: Number of batches in a step.
 
     Raises:
         MisconfigurationException: Gradients and optimizer state do not fit.
@@ -179,7 +186,9 @@ def room_for_gradients(
         return math.inf
     if some_may_wait and _PASSING * gradients + state <= free:
         return free - state
-    room = or_else()
+    room = None
+    if pipeline is not None:
+        room = keep_units_on_device(pipeline, optimizers, gradients_pass, some_may_wait, micro_steps)
     if room is None:
         names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         raise lightning.misconfiguration(
@@ -190,6 +199,53 @@ def room_for_gradients(
             "needs half as much as AdamW in FP32. `sp-lightning plan` shows what fits."
         )
     return room
+
+
+def keep_units_on_device(
+    pipeline: Pipeline,
+    optimizers: Sequence[Optimizer],
+    gradients_pass: bool,
+    some_may_wait: bool,
+    micro_steps: int,
+) -> float | None:
+    """Keep as few units on the device as CPU memory requires; return the CPU memory that gradients may take then.
+
+    Before the planner has measured steps, all units stream, and their optimizer state is in CPU memory. Where that is
+    too small, units are on the GPU from the start, and all later plans keep them there. Activations are not measured
+    yet, so all other device memory is left to them. None if it does not fit.
+    """
+    if pipeline.processes is not None or pipeline.options.optimizer_on != "auto":
+        return None
+    device_room, free = pipeline.budget, available_host_memory()
+    if device_room is None or free is None:
+        return None
+    on_accelerator = optimizers if pipeline.device.type != "cpu" else ()
+    works = []
+    for unit in (*pipeline.arrangement.units, pipeline.arrangement.resident):
+        masters = [weight.master for weight in unit.every_weight]
+        state = sum(state_bytes(optimizer, masters) for optimizer in optimizers)  # that the first step will make
+        lives = may_live_on_device(optimizers, masters)
+        works.append(work_of(unit, state, *bytes_meanwhile(on_accelerator, masters), lives=lives))
+    workload = Workload(
+        units=tuple(works[:-1]),
+        resident=works[-1],
+        stepping="in backward" if gradients_pass else "after backward",
+        micro_steps=micro_steps,
+        adds_up=micro_steps > 1,
+        may_wait=some_may_wait,
+        may_stay=True,
+    )
+    host_room = free + sum(work.host_bytes - work.state_bytes for work in works)
+    first = first_choice(workload, device_room, host_room)
+    if first_host_bytes(workload, first) > host_room:
+        return None
+    if first.living:
+        on_device_bytes = bytes_that_stay(workload.numbered(first.living))
+        plan = WindowPlan(first.k, on_device=workload.names(first.living), on_device_bytes=on_device_bytes)
+        pipeline.keep_on_device(plan)
+    if gradients_pass or not some_may_wait:
+        return math.inf
+    return host_room - sum(work.host_bytes for work in workload.kept_on_host(first).values())
 
 
 def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.optimizer.clipping import Clipping
 from sp_lightning.trainer import FabricNamespace
+from sp_lightning.trainer.narrator import out_of_memory_explained
 from sp_lightning.trainer.steps import StepsMixin
 
 if TYPE_CHECKING:
@@ -79,7 +82,15 @@ class PrecisionMixin(StepsMixin):
             plugin.clip_grad_by_norm = self._clip_by_norm
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with nullcontext() if self.pipeline is None else self.backward_scope(self.pipeline, kwargs):
+        pipeline = self.pipeline
+        with ExitStack() as scopes:
+            if pipeline is not None:
+                scopes.enter_context(out_of_memory_explained(pipeline, trains=True))
+                scopes.enter_context(pipeline.step(continues_last_step=True))
+                scopes.enter_context(self.overlapping(pipeline))
+                scopes.enter_context(pipeline.in_all_processes())
+                if kwargs.get("inputs") is not None:  # the graph was built with others
+                    kwargs["inputs"] = in_graphs(tree_leaves(kwargs["inputs"]))
             type(self.precision_plugin).backward(self.precision_plugin, loss, *args, **kwargs)
 
     def clipping_of(self, optimizer: Optimizer) -> Clipping | None:

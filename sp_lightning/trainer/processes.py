@@ -62,9 +62,9 @@ class ProcessesMixin:
         return self.world_size > 1
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments of a distributed sampler that depend on this process."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """The arguments of a distributed sampler that depend on this process; None if there is only one."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.is_distributed else None
 
     def set_world_ranks(self) -> None:
         """Set the ranks. The Trainer calls this when it has assigned devices, nodes and the environment."""

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from sp_lightning.pipeline import Afterwards, Pipeline
-from sp_lightning.pipeline.calls.guard import in_graphs
 from sp_lightning.pipeline.lanes.at_work import optimizer_waits
 from sp_lightning.pipeline.optimizer.kinds import why_not_by_unit
 from sp_lightning.trainer import StrategyPart
-from sp_lightning.trainer.narrator import out_of_memory_explained
 
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _OF_THE_MODULE = (
@@ -118,24 +115,7 @@ class StepsMixin(StrategyPart):
     # the plan of the optimizer in whose step Lightning runs forward and backward
     _stepping: SteppingPlan | None = None
 
-    @contextmanager
-    def backward_scope(self, pipeline: Pipeline, arguments: dict[str, Any]) -> Iterator[None]:
-        """Open a scope for the backward pass of a training step.
-
-        In its keyword arguments, weights that the user names as `inputs` are replaced: the graph was built with others.
-        """
-        inputs = arguments.get("inputs")
-        with (
-            out_of_memory_explained(pipeline, trains=True),
-            pipeline.step(continues_last_step=True),
-            self._overlapping(pipeline),
-            pipeline.in_all_processes(),
-        ):
-            if inputs is not None:
-                arguments["inputs"] = in_graphs(tree_leaves(inputs))
-            yield
-
-    def _overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:
+    def overlapping(self, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Return the scope for a backward pass, according to the plan for the optimizer's step that follows."""
         plan = self._stepping
         if plan is None:
@@ -209,15 +189,16 @@ class StepsMixin(StrategyPart):
         hooked = [self._module, *callbacks]
         if steps_again or any(_overridden(hooked, _BEFORE_ZERO_GRAD)):
             return Afterwards.KEPT_UNTIL_ZEROED
-        if any(_overridden([*hooked, type(self)], _AFTER_THE_STEP)) or any(map(_may_read_used, hooked)):
+        # hooks that run after a step has used gradients, before they are zeroed
+        reads_used = any(
+            _is_users(thing, name)
+            for thing in hooked
+            for name in dir(type(thing))
+            if name.startswith("on_") and not name.startswith(_SEES_NONE_USED)
+        )
+        if reads_used or any(_overridden([*hooked, type(self)], _AFTER_THE_STEP)):
             return Afterwards.KEPT_UNTIL_THE_NEXT_STEP
         return Afterwards.DROPPED
-
-
-def _may_read_used(hooked: Any) -> bool:
-    """Tell whether users have overridden a hook that runs after a step has used gradients, before they are zeroed."""
-    names = [name for name in dir(type(hooked)) if name.startswith("on_") and not name.startswith(_SEES_NONE_USED)]
-    return any(_overridden([hooked], names))
 
 
 def _overridden(objects: Iterable[Any], hooks: Iterable[str]) -> Iterator[str]:

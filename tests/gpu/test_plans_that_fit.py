@@ -99,7 +99,7 @@ class Model(L.LightningModule):
 
     def bytes_on_host(self) -> int:
         """Return what weights, gradients and optimizer state take of the host."""
-        trainer: Any = self._trainer
+        trainer: Any = self._module.trainer
         pipeline = getattr(getattr(trainer, "strategy", None), "pipeline", None)
         if pipeline is not None:
             counted = pipeline.summary()
@@ -156,7 +156,7 @@ def host_of(model: Model, limit: int, monkeypatch: pytest.MonkeyPatch) -> list[i
         taken.append(model.bytes_on_host())
         return limit - taken[-1]
 
-    for where in ("trainer.host_memory", "trainer.first_plan", "pipeline.placing.places", "planning.planner"):
+    for where in ("trainer.host_memory", "pipeline.placing.places", "planning.planner"):
         monkeypatch.setattr(f"sp_lightning.{where}.available_host_memory", free)
     monkeypatch.setattr("sp_lightning.pipeline.host_memory.available_host_memory", free)
     return taken

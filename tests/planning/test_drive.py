@@ -23,7 +23,7 @@ MB = 10**6
 UNIT = UnitWork(
     "", 100 * MB, 100 * MB, 300 * MB, 0.1, 0.2, bytes_after_step=100 * MB, host_bytes=500 * MB, state_bytes=400 * MB
 )
-WORK = Workload((UNIT,) * 10, has_drive=True)
+WORK = Workload((UNIT,) * 10, UnitWork("resident", 1), has_drive=True)
 MACHINE = Machine(10e9, 10e9, 50e9, drive=1e9)
 ALL_STATE = 10 * 500 * MB + 3 * 100 * MB  # with three landing buffers
 

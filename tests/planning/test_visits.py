@@ -14,7 +14,7 @@ from sp_lightning.optim.on_device import Effort
 from sp_lightning.pipeline import Pipeline, PipelineOptions
 from sp_lightning.pipeline.lanes.accelerator import KERNEL_SECONDS
 from sp_lightning.pipeline.optimizer import visit
-from sp_lightning.planning import AutoPlanner, memory
+from sp_lightning.planning import AutoPlanner, measure
 
 from .. import simulated
 from ..simulated import WIDTH, SimulatedBackend, TimedBlock
@@ -128,7 +128,7 @@ BUDGETS = [units * 2 * NUMBERS + 24 * PIECE for units in (26, 60)]  # for so man
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (on_device, visit, memory):
+    for module in (on_device, visit, measure):
         monkeypatch.setattr(module, "PIECE", PIECE)
 
 
