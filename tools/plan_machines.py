@@ -141,17 +141,20 @@ def plain(row: Row) -> dict[str, Any]:
         "seconds": readable_seconds(row.step.seconds),
         "tokens": row.given.tokens_in_step,
         "speed": row.speed,
-        **(writing(row) if row.written() else {}),
+        **writing(row),
     }
 
 
 def writing(row: Row) -> dict[str, Any]:
-    """Return what a step writes to a drive, and a run."""
+    """Return what a step and a run write to a drive; nothing if it is not needed."""
+    written = row.fastest.bytes_to_drive
+    if not written:
+        return {}
     slow, fast = row.tokens_per_second
     return {
-        "written": f"{row.written() / 1e9:.1f} GB",
+        "written": f"{written / 1e9:.1f} GB",
         "run": readable_hours(RUN / fast, RUN / slow),
-        "written in run": f"{row.written() / 1e12 * RUN / row.given.tokens_in_step:.1f} TB",
+        "written in run": f"{written / 1e12 * RUN / row.given.tokens_in_step:.1f} TB",
     }
 
 
@@ -368,8 +371,9 @@ def user_of_drive(figures: dict[str, Any]) -> str:
 
 def drives(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of models with state on a drive, with the commands that plan it."""
-    yield "| model, RAM | tokens in a step | tokens/s | a step takes at most | it writes | 10 million tokens take | and write |"
-    yield "|" + " --- |" * 7
+    heads = ("tokens in a step", "tokens/s", "a step takes at most", "it writes", "10 million tokens take", "and write")
+    yield f"| model, RAM | {' | '.join(heads)} |"
+    yield "|" + " --- |" * (1 + len(heads))
     for cell, (_, _, batches) in zip(figures["drives"], WITH_DRIVE, strict=True):
         tokens = f"{cell['tokens']:,}" + (f", {batches['accumulate']} batches" if "accumulate" in batches else "")
         said = (cell["speed"], cell["seconds"], cell["written"], cell["run"], cell["written in run"])
