@@ -14,6 +14,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +197,18 @@ def plan_with_drive(name: str, memory: str, batches: dict[str, Any]) -> dict[str
     return plan_user((f"{name}, {in_words(memory)}", name, place, {**ON_DRIVE, **batches}))
 
 
-def plan_offers(gpu: str, memory: str) -> dict[str, dict[str, Any]]:
-    """Plan the best way to train each model that is offered, as `sp-lightning plan` does without a model."""
+def plan_offers(gpu: str, memory: str, count: int | None = None) -> dict[str, dict[str, Any]]:
+    """Plan the best way to train all or some models that are offered, as `sp-lightning plan` does without a model."""
     given = Assumptions(**rates_of_gpu(gpu), host_memory=memory, tokens=8192, **CLIPPED)
-    return {offer.model: {"trained": offer.trained, **plain(offer.row)} for offer in offers(given)}
+    some = islice(offers(given), count)
+    return {offer.model: {"trained": trained(offer.row.given), **plain(offer.row)} for offer in some}
+
+
+def trained(given: Assumptions) -> str:
+    """Return words for the trained weights, and for compact moments."""
+    if given.lora is not None:
+        return "LoRA" if given.bits == 16 else "QLoRA"
+    return f"all weights, {given.moments} moments" if given.moments else "all weights"
 
 
 def plan_longest(name: str, lora: int | None, card: dict[str, Any]) -> int:

@@ -47,6 +47,11 @@ def test_figures_are_those_of_the_planner(number: int, column: int):
     assert FIGURES["machines"][number][column] == cell
 
 
+def test_figures_of_offers_are_those_of_the_planner():
+    some = plan_machines.plan_offers(*plan_machines.OFFERED[0], 1)
+    assert some == {model: FIGURES["offers"][0][model] for model in some}
+
+
 def test_figures_of_users_are_those_of_the_planner():
     for number in (1, -1):
         assert FIGURES["users"][number] == plan_machines.plan_user(plan_machines.USERS[number])
