@@ -14,6 +14,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import replay
 from replay import first_that_fits
 from torch import nn
 
-from sp_lightning import Assumptions
+from sp_lightning import Assumptions, plan
 from sp_lightning.pipeline.stats import readable_bytes
 from sp_lightning.planning.known import batch_of, find, named_model, of_shapes, rates_of, rates_of_gpu, recipe
-from sp_lightning.planning.report import Row, number_range, offers, plan_row, readable_seconds
+from sp_lightning.planning.report import Row, number_range, offers, plan_row, readable_hours, readable_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("planned.json")
@@ -53,6 +54,7 @@ MODELS = [  # and the rank of adapters; None trains all weights
 ]
 CLIPPED: dict[str, Any] = {"gradient_clip_val": 1.0}
 IN_EIGHT_BITS: dict[str, Any] = {"precision": "bf16-true", "moments": "int8"}
+ON_DRIVE: dict[str, Any] = {"gradient_clip_val": None, "nvme": "PCIe 4"}  # clipped, gradients would need RAM
 USERS: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [
     ("an 8B on chats, all weights", "Qwen3-8B", ("RTX 4090", "desktop DDR5", "64GiB"), {"tokens": 8192}),
     (
@@ -64,6 +66,12 @@ USERS: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [
     ("a mixture of 30B, all weights", "Qwen3-30B-A3B", ("RTX 4090", "server DDR5", "256GiB"), {"tokens": 8192}),
     ("this mixture with LoRA", "Qwen3-30B-A3B", ("RTX 4090", "desktop DDR5", "128GiB"), {"tokens": 8192, "lora": 16}),
     ("FLUX.1 with LoRA", "FLUX.1-dev", ("RTX 3060", "desktop DDR4", "64GiB"), {"lora": 16}),
+    (
+        "an 8B, all weights, with state on a [drive](../docs/drive.md#what-it-reaches), not clipped",
+        "Qwen3-8B",
+        ("RTX 4090", "desktop DDR5", "32GiB"),
+        {**ON_DRIVE, "tokens": 16384},
+    ),
 ]
 MORE: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [  # not on the first page
     ("a mixture of 20B, all weights", "gpt-oss-20b", ("RTX 4090", "desktop DDR5", "192GiB"), {"tokens": 8192}),
@@ -77,6 +85,16 @@ MORE: list[tuple[str, str, tuple[str, str, str], dict[str, Any]]] = [  # not on 
     ("Qwen-Image, all weights", "Qwen-Image", ("RTX 4090", "desktop DDR5", "192GiB"), {}),
     ("FLUX.1, all weights", "FLUX.1-dev", ("RTX 4090", "desktop DDR5", "128GiB"), {}),
 ]
+WITH_DRIVE: list[tuple[str, str, dict[str, Any]]] = [  # a model, the RAM beside an RTX 4090, and batches
+    ("Qwen3-8B", "32GiB", {"tokens": 8192}),
+    ("Qwen3-8B", "32GiB", {"tokens": 16384}),
+    ("Qwen3-8B", "32GiB", {"tokens": 24576}),
+    ("Qwen3-8B", "32GiB", {"tokens": 8192, "accumulate": 4}),
+    ("Qwen3-8B", "48GiB", {"tokens": 16384}),
+    ("Qwen3-14B", "64GiB", {"tokens": 16384}),
+    ("Qwen3-30B-A3B", "128GiB", {"tokens": 32768}),
+]
+RUN = 10_000_000  # tokens of a run that writes to a drive
 OFFERED = [("RTX 3060", "32GiB"), ("RTX 5060 Ti", "64GiB"), ("RTX 4090", "64GiB")]  # a GPU, in a desktop, and RAM
 FIRST_OFFERS = (
     *("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B-Instruct"),
@@ -91,13 +109,23 @@ CARDS: dict[str, dict[str, Any]] = {
     "80 GB": {"device_memory": "79.1GiB"},
 }
 HOSTS = ("32GiB", "64GiB", "128GiB")
-WAYS: list[dict[str, Any]] = [{}, {"precision": "bf16-true", "moments": "fp32"}, IN_EIGHT_BITS]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16-true", "moments": "fp32"},
+    IN_EIGHT_BITS,
+    {**IN_EIGHT_BITS, **rates_of("drives", ON_DRIVE["nvme"])},
+]
 # ------------------------------------------------------------------------------------------------- what is planned
 
 
 def machine(gpu: str, host: str, memory: str) -> dict[str, Any]:
     """Return what to assume of a machine."""
     return {"host_memory": memory, **rates_of_gpu(gpu), **rates_of("hosts", host)}
+
+
+def in_words(memory: str) -> str:
+    """Return how a page writes an amount of memory."""
+    return memory.replace("GiB", " GiB")
 
 
 def plain(row: Row) -> dict[str, Any]:
@@ -114,6 +142,20 @@ def plain(row: Row) -> dict[str, Any]:
         "seconds": readable_seconds(row.step.seconds),
         "tokens": row.given.tokens_in_step,
         "speed": row.speed,
+        **writing(row),
+    }
+
+
+def writing(row: Row) -> dict[str, Any]:
+    """Return what a step and a run write to a drive; nothing if it is not needed."""
+    written = row.fastest.bytes_to_drive
+    if not written:
+        return {}
+    slow, fast = row.tokens_per_second
+    return {
+        "written": f"{written / 1e9:.1f} GB",
+        "run": readable_hours(RUN / fast, RUN / slow),
+        "written in run": f"{written / 1e12 * RUN / row.given.tokens_in_step:.1f} TB",
     }
 
 
@@ -125,22 +167,48 @@ def plan_machine(number: int, models: Sequence[tuple[str, int | None]] = tuple(M
 
 
 def plan_user(user: tuple[str, str, tuple[str, str, str], dict[str, Any]]) -> dict[str, Any]:
-    """Plan what a user wants, clipped by norm, with the commands that print this, and that train it."""
+    """Plan what a user wants, clipped by norm by default, with the commands that print this, and that train it."""
     what, name, (gpu, host, memory), wanted = user
-    given = Assumptions(**machine(gpu, host, memory), **{**batch_of(name), **wanted}, **CLIPPED)
-    row = first_that_fits(named_model(name), given)
-    options = {**wanted, **CLIPPED}
-    words = {option: "" if value is True else f" {value:g}" for option, value in options.items()}
-    typed = " ".join(f"--{option.replace('_', '-')}{word}" for option, word in words.items())
-    asked = f'plan {name} --gpu "{gpu}" --host "{host}" --host-memory {memory} {typed}'
-    return {"what": what, "on": f"{gpu}, {memory.replace('GiB', ' GiB')} of RAM", **plain(row), "plan": asked,
-            "command": recipe(name, row.given)}  # fmt: skip
+    options = {option: value for option, value in {**wanted, **CLIPPED, **wanted}.items() if value is not None}
+    typed = " ".join(as_typed(option, value) for option, value in options.items())
+    drive = options.pop("nvme", None)
+    rates = machine(gpu, host, memory) | ({} if drive is None else rates_of("drives", drive))
+    row = plan(named_model(name), Assumptions(**rates, **{**batch_of(name), **options})).best
+    return {
+        "what": what,
+        "on": f"{gpu}, {in_words(memory)} of RAM{'' if drive is None else ', NVMe'}",
+        **plain(row),
+        "plan": f'plan {name} --gpu "{gpu}" --host "{host}" --host-memory {memory} {typed}',
+        "command": recipe(name, row.given),
+    }
 
 
-def plan_offers(gpu: str, memory: str) -> dict[str, dict[str, Any]]:
-    """Plan the best way to train each model that is offered, as `sp-lightning plan` does without a model."""
+def as_typed(option: str, value: float | str) -> str:
+    """Return an option of `sp-lightning plan` as one types it."""
+    option = f"--{option.replace('_', '-')}"
+    if value is True:
+        return option
+    return f'{option} "{value}"' if isinstance(value, str) else f"{option} {value:g}"
+
+
+def plan_with_drive(name: str, memory: str, batches: dict[str, Any]) -> dict[str, Any]:
+    """Plan a model with optimizer state on a drive."""
+    place = ("RTX 4090", "desktop DDR5", memory)
+    return plan_user((f"{name}, {in_words(memory)}", name, place, {**ON_DRIVE, **batches}))
+
+
+def plan_offers(gpu: str, memory: str, count: int | None = None) -> dict[str, dict[str, Any]]:
+    """Plan the best way to train all or some models that are offered, as `sp-lightning plan` does without a model."""
     given = Assumptions(**rates_of_gpu(gpu), host_memory=memory, tokens=8192, **CLIPPED)
-    return {offer.model: {"trained": offer.trained, **plain(offer.row)} for offer in offers(given)}
+    some = islice(offers(given), count)
+    return {offer.model: {"trained": trained(offer.row.given), **plain(offer.row)} for offer in some}
+
+
+def trained(given: Assumptions) -> str:
+    """Return words for the trained weights, and for compact moments."""
+    if given.lora is not None:
+        return "LoRA" if given.bits == 16 else "QLoRA"
+    return f"all weights, {given.moments} moments" if given.moments else "all weights"
 
 
 def plan_longest(name: str, lora: int | None, card: dict[str, Any]) -> int:
@@ -162,7 +230,7 @@ def plan_longest(name: str, lora: int | None, card: dict[str, Any]) -> int:
 def plan_size(memory: str, way: dict[str, Any]) -> float:
     """Return the billions of parameters of the largest decoder that fits, with layers as Qwen3-4B's."""
     given = Assumptions(host_memory=memory, **CARDS["24 GB"], **CLIPPED, **way)
-    fits, too_many = 1, 2 * int(given.host_bytes / 7e8)
+    fits, too_many = 1, 4 * int(given.host_bytes / 7e8)
     while too_many - fits > 1:
         layers = (fits + too_many) // 2
         if plan_row(decoder(layers), given).step is None:
@@ -187,6 +255,7 @@ def plan_everything() -> dict[str, Any]:
         "machines": [plan_machine(number) for number in range(len(MACHINES))],
         "users": [plan_user(user) for user in USERS],
         "more": [plan_user(user) for user in MORE],
+        "drives": [plan_with_drive(*each) for each in WITH_DRIVE],
         "offers": [plan_offers(*each) for each in OFFERED],
         "longest": [[plan_longest(*model, card) for card in CARDS.values()] for model in LONGEST],
         "sizes": [[plan_size(memory, way) for way in WAYS] for memory in HOSTS],
@@ -206,7 +275,7 @@ def machines(figures: dict[str, Any]) -> Iterator[str]:
         said = [
             f"{cell['speed']} {cell['moments'] or ''}".rstrip() if cell["fits"] else place_of(cell) for cell in cells
         ]
-        yield f"| {gpu}, {host}, {memory.replace('GiB', ' GiB')} | {' | '.join(said)} |"
+        yield f"| {gpu}, {host}, {in_words(memory)} | {' | '.join(said)} |"
 
 
 def place_of(cell: dict[str, Any]) -> str:
@@ -238,7 +307,7 @@ def some_offers(figures: dict[str, Any]) -> Iterator[str]:
 
 def all_offers(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of what machines can train."""
-    heads = [f"{gpu}, {memory.replace('GiB', ' GiB')}" for gpu, memory in OFFERED]
+    heads = [f"{gpu}, {in_words(memory)}" for gpu, memory in OFFERED]
     yield f"| tokens/s | {' | '.join(heads)} |"
     yield "|" + " --- |" * (1 + len(OFFERED))
     for model in figures["offers"][0]:
@@ -255,6 +324,11 @@ def more(figures: dict[str, Any]) -> Iterator[str]:
 def planned_table(cells: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a table of what people do, and the commands that plan it."""
     yield from table(cells)
+    yield from commands(cells)
+
+
+def commands(cells: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the commands that plan what people do, below its table."""
     yield ""
     yield "```bash"
     yield from (f"sp-lightning {cell['plan']}" for cell in cells)
@@ -298,19 +372,37 @@ def user_of_fp8(figures: dict[str, Any]) -> str:
     return f"{cell['speed']} tokens/s"
 
 
+def user_of_drive(figures: dict[str, Any]) -> str:
+    """Return how fast the one with a drive trains, and what a step writes."""
+    cell = figures["users"][-1]
+    return f"{cell['speed']} tokens/s in steps of {cell['tokens']:,} tokens, each of which writes {cell['written']}"
+
+
+def drives(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of models with state on a drive, with the commands that plan it."""
+    heads = ("tokens in a step", "tokens/s", "a step takes at most", "it writes", "10 million tokens take", "and write")
+    yield f"| model, RAM | {' | '.join(heads)} |"
+    yield "|" + " --- |" * (1 + len(heads))
+    for cell, (_, _, batches) in zip(figures["drives"], WITH_DRIVE, strict=True):
+        tokens = f"{cell['tokens']:,}" + (f", {batches['accumulate']} batches" if "accumulate" in batches else "")
+        said = (cell["speed"], cell["seconds"], cell["written"], cell["run"], cell["written in run"])
+        yield f"| {cell['what']} | {tokens} | {' | '.join(said)} |"
+    yield from commands(figures["drives"])
+
+
 def sizes(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the largest models."""
     compact = "[`sp_lightning.optim`](../docs/optimizers.md#compact-optimizers)"
-    yield f"| RAM | AdamW, FP32 or `bf16-mixed` | {compact}, exact | with 8-bit moments |"
-    yield "| --- | --- | --- | --- |"
+    yield f"| RAM | AdamW, FP32 or `bf16-mixed` | {compact}, exact | with 8-bit moments | 8-bit moments and a drive |"
+    yield "|" + " --- |" * (1 + len(WAYS))
     for memory, row in zip(HOSTS, figures["sizes"], strict=True):
-        yield f"| {memory.replace('GiB', ' GiB')} | {' | '.join(f'{size:g} B' for size in row)} |"
+        yield f"| {in_words(memory)} | {' | '.join(f'{size:g} B' for size in row)} |"
 
 
 def bytes_per_parameter(figures: dict[str, Any]) -> str:
-    """Return what a parameter needs of CPU memory in each of three ways, by the largest models with 64 GiB."""
+    """Return what a parameter needs of CPU memory in each way without a drive, by the largest models with 64 GiB."""
     room = Assumptions(host_memory="64GiB", desktop=True).host_room
-    each = [f"{room / 1e9 / size:.1f}" for size in figures["sizes"][HOSTS.index("64GiB")]]
+    each = [f"{room / 1e9 / size:.1f}" for size in figures["sizes"][HOSTS.index("64GiB")][:-1]]
     return f"{', '.join(each[:-1])} and {each[-1]}"
 
 
@@ -342,6 +434,8 @@ FIGURES: dict[str, Callable[[dict[str, Any]], str | Iterator[str]]] = {
         longest,
         first_user,
         user_of_fp8,
+        user_of_drive,
+        drives,
         mixture,
         sizes,
         bytes_per_parameter,

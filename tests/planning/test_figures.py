@@ -26,7 +26,13 @@ def test_each_figure_is_on_a_page():
 
 def test_no_range_is_upside_down():
     """Of all planned figures, also where the search at the higher speed misses the plan of the lower one."""
-    rows = [*FIGURES["machines"], FIGURES["users"], FIGURES["more"], *(row.values() for row in FIGURES["offers"])]
+    rows = [
+        *FIGURES["machines"],
+        FIGURES["users"],
+        FIGURES["more"],
+        FIGURES["drives"],
+        *(row.values() for row in FIGURES["offers"]),
+    ]
     cells = [cell for row in rows for cell in row]
     speeds = [cell["speed"].replace(",", "").split(" to ") for cell in cells if cell["fits"]]
     ranges = [(float(speed[0]), float(speed[-1])) for speed in speeds] + FIGURES["replay"]
@@ -41,7 +47,13 @@ def test_figures_are_those_of_the_planner(number: int, column: int):
     assert FIGURES["machines"][number][column] == cell
 
 
+def test_figures_of_offers_are_those_of_the_planner():
+    some = plan_machines.plan_offers(*plan_machines.OFFERED[0], 1)
+    assert some == {model: FIGURES["offers"][0][model] for model in some}
+
+
 def test_figures_of_users_are_those_of_the_planner():
-    assert FIGURES["users"][1] == plan_machines.plan_user(plan_machines.USERS[1])
+    for number in (1, -1):
+        assert FIGURES["users"][number] == plan_machines.plan_user(plan_machines.USERS[number])
     for number in (-1, 18):
         assert FIGURES["replay"][number] == [round(speed) for speed in replay.predicted(replay.RUNS[number])]
