@@ -150,13 +150,14 @@ class CallbackMixin(_Base):
         summary, memory = pipeline.summary(), pipeline.backend.memory()
         # where torch does not count a device's memory, the engine has counted its own
         peak = summary.device_bytes + summary.gradient_bytes + pipeline.stats.activation_peak_bytes
+        on_host = summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes
         # means over the steps since the last log
         counted = _count(pipeline)
         since = {name: count - self._counted[name] for name, count in counted.items()}
         steps = max(1, since.pop("steps"))
         values = {
             "device_peak_bytes": float(peak if memory is None else memory.peak_so_far),
-            "host_bytes": float(summary.host_bytes + summary.host_gradient_bytes + summary.optimizer_bytes),
+            "host_bytes": float(on_host),
             **{name: count / steps for name, count in since.items()},
             **self._times,
         }

@@ -191,7 +191,8 @@ def scaled(gradient: Tensor, scaling: Scaling, in_bf16: bool) -> Tensor:
     for factor in scaling:
         if isinstance(factor, Tensor) or factor != 1:
             g = g * factor
-            if in_bf16:  # round as casts do, which a compiler would leave out: nothing is kept in bf16
+            # round as casts do, which a compiler would leave out: nothing is kept in bf16
+            if in_bf16:
                 bits = g.view(torch.int32)
                 rounded = bits + (((bits >> 16) & 1) + 0x7FFF) & -0x10000
                 g = torch.where(g == g, rounded.view(torch.float32), g)
@@ -255,7 +256,8 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: Tensor) -> None:
         rows.mul_(factor[:, None])
         # at random up or down, by a number between -1 and 0 that depends on the value and on the step
         noise = (rows.view(torch.int32) * _SPREADS + seed).float() * 2**-32 - 0.5
-        codes.copy_(rows.add_(noise).clamp_(min=0))  # values below the first code become the first one
+        # values below the first code become the first one
+        codes.copy_(rows.add_(noise).clamp_(min=0))
     else:
         divisor = rows.abs()
         torch.amax(divisor, 1, out=scales)

@@ -107,7 +107,8 @@ def choose(
     # in the order in which they were found, which is the same in every process
     for kind in dict.fromkeys(draft[:2] for draft, _ in search.found.values()):
         best = None
-        while (cheapest := search.cheapest(kind)[0]) != best:  # until drafts near the best one do not help
+        # until drafts near the best one do not help
+        while (cheapest := search.cheapest(kind)[0]) != best:
             best = cheapest
             search.look_at(search.near(best))
     fastest = search.cheapest()[1]

@@ -203,7 +203,8 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
             if chosen is not None and weight.dim() == 3 and weight.shape[0] == experts:
                 yield from [(name, weight.shape[1:], False)] * chosen
             elif weight.dim() > 1 and min(weight.shape[:2]) > (given.lora or 0):
-                yield name.rpartition(".")[2], weight.shape, _in_fp8(module, given, model.vocabulary)
+                in_fp8 = _in_fp8(module, given, model.vocabulary)
+                yield name.rpartition(".")[2], weight.shape, in_fp8
 
 
 def _casts(shapes: Sequence[torch.Size], given: Assumptions, share: float) -> tuple[float, float, int]:

@@ -98,8 +98,9 @@ def with_drive(workload: Workload, choice: Choice, host_room: float) -> Choice:
     if not workload.has_drive or excess <= 0:
         return choice
     units = workload.kept_on_host(choice)
+    count = len(workload.everything)
     # the resident one comes first
-    able = sorted(units.keys() - choice.visiting, key=lambda number: (number + 1) % len(workload.everything))
+    able = sorted(units.keys() - choice.visiting, key=lambda number: (number + 1) % count)
     sizes = {number: units[number].state_bytes for number in able}
     return replace(choice, on_drive=tuple(without_room(sizes, sum(sizes.values()) - RING - excess)))
 

@@ -245,7 +245,8 @@ def bytes_on_device(state: Any) -> int:
 
 
 def _tensors_on_device(state: Any) -> list[Tensor]:
-    return [tensor for tensor in instances_in(state, Tensor) if tensor.device.type not in ("cpu", "meta")]
+    tensors = instances_in(state, Tensor)
+    return [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
 
 
 def own_all_but_weights(state: StateDict, module: nn.Module) -> StateDict:

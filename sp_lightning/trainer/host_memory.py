@@ -65,7 +65,8 @@ def materialize(
 
 
 def _meta_tensors(owner: nn.Module) -> list[Tensor]:
-    return [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if t.is_meta]
+    tensors = (*owner.parameters(recurse=False), *owner.buffers(recurse=False))
+    return [tensor for tensor in tensors if tensor.is_meta]
 
 
 def _fill(tensors: Sequence[Tensor], reset: Callable[[], object]) -> None:
@@ -223,7 +224,8 @@ def keep_units_on_device(
     works = []
     for unit in (*pipeline.arrangement.units, pipeline.arrangement.resident):
         masters = [weight.master for weight in unit.every_weight]
-        state = sum(state_bytes(optimizer, masters) for optimizer in optimizers)  # that the first step will make
+        # the first step will make as much state
+        state = sum(state_bytes(optimizer, masters) for optimizer in optimizers)
         lives = may_live_on_device(optimizers, masters)
         works.append(work_of(unit, state, *bytes_meanwhile(on_accelerator, masters), lives=lives))
     workload = Workload(
