@@ -111,7 +111,7 @@ class _RegisteringFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a namespace where others do."""
+        """Find a namespace where others do, and have its loader register the strategies."""
         if fullname not in _ADAPTORS:
             return None
         # Python, too, ignores finders of the old protocol, which have no `find_spec`
@@ -120,21 +120,17 @@ class _RegisteringFinder:
         spec = next(filter(None, found), None)
         # a folder of a user's own has no loader yet
         if spec is not None and spec.loader is not None:
-            _register_after(spec)
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                vars(loader).pop("exec_module", None)  # it may load other modules, too
+                run(module)
+                _register(fullname)
+
+            # the strategies are registered once the namespace's own loader has run its code
+            loader.exec_module = run_and_register
         return spec
-
-
-def _register_after(spec: ModuleSpec) -> None:
-    """Have a namespace's own loader register the strategies, once it has run the namespace's code."""
-    loader: Any = spec.loader
-    run = loader.exec_module
-
-    def run_and_register(module: ModuleType) -> None:
-        vars(loader).pop("exec_module", None)  # it may load other modules, too
-        run(module)
-        _register(spec.name)
-
-    loader.exec_module = run_and_register
 
 
 def _register(package: str) -> None:

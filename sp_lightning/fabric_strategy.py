@@ -227,8 +227,8 @@ class FabricMixin(StrategyWithOptions, ProcessesMixin, WritesCheckpoints, Parall
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         have_limits = all(pipeline.budget is not None for pipeline in self.pipelines)
         may_wait = have_limits and not self.is_distributed and why_not_by_unit(optimizer) is None
-        for model in self._models_of(optimizer):
-            model.pipeline.optimizers.check_drive(optimizer)
+        for pipeline in self.pipelines:
+            pipeline.optimizers.check_drive(optimizer)
         has_drive = self.options.nvme_path is not None
         room = room_for_gradients([optimizer], may_wait, self.lightning, has_drive=has_drive)
         for pipeline in self.pipelines:

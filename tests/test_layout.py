@@ -126,7 +126,7 @@ AT_MOST = {
     "code lines of more than 100 columns, per mille": 36,
     "files": 119,
     "imports that lead back": 1,
-    "tokens": 147_000,  # by the targets 145_745: planning, the drive and the top are larger (issues 96 to 98)
+    "tokens": 145_745,
     "tokens of the engine": 85_490,
 }
 

@@ -66,6 +66,10 @@ class Trace:
     weight_bytes: int = 0  # of all weights, with the gaps that may be between them
     counts: Counts | None = None  # counts of the engine's work; None in plain training
 
+    def differences(self, other: Trace) -> list[Label]:
+        """Return the labels of another run's numbers that are not those of this one, in the order of that run."""
+        return [label for label, found in other.digests.items() if self.digests.get(label) != found]
+
 
 class Observer:
     """The hooks of a callback that write down the numbers of a run.

@@ -5,17 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import dropwhile
 
 import torch
 
 from sp_lightning.check import versions_and_machine
-from sp_lightning.check_program.compare import (
-    describe_difference,
-    differences,
-    first_difference,
-    labels_after_an_update,
-    relative_difference,
-)
+from sp_lightning.check_program.compare import describe_difference, relative_difference
 from sp_lightning.check_program.configured import ConfiguredProgram
 from sp_lightning.check_program.observer import Label, Look, Observer, Trace
 from sp_lightning.check_program.ways import Way, all_ways
@@ -24,6 +19,8 @@ from sp_lightning.pipeline import is_out_of_memory
 
 _ROUNDING = 1e-2
 """On a GPU, numbers may be this far apart after an update, as a part of the largest of a weight."""
+
+_ALWAYS_EQUAL = ("the batch", "the number of steps")
 
 say = partial(print, flush=True)
 
@@ -67,10 +64,11 @@ class ProgramCheck:
     def run(self) -> tuple[bool, str]:
         """Compare all ways with plain training, with a line for each; tell whether all are right, and say so."""
         self._plain = self._train_plainly()
-        # numbers that a GPU may round differently are compared by value
-        rounded = [] if self._is_exact else labels_after_an_update(self._plain)
+        # updates, and what comes after them, which a GPU may round differently, are compared by value
+        later = dropwhile(lambda label: not label.when.startswith("after step"), self._plain.digests)
+        rounded = [label for label in later if label.what not in _ALWAYS_EQUAL and not self._is_exact]
         again = self._train(None, Look.GRADIENTS, keep=rounded)
-        changes = [*differences(self._plain, again), *differences(again, self._plain)]
+        changes = self._plain.differences(again) + again.differences(self._plain)
         changed = next((label for label in changes if label.must_repeat), None)
         if changed is not None:
             return False, (
@@ -147,7 +145,7 @@ class ProgramCheck:
 
     def _difference(self, way: Way, streamed: Trace) -> str:
         """Name the difference from plain training; the text is empty if there is none."""
-        label = first_difference(self._plain, streamed)
+        label = self._first_difference(streamed)
         if label is None:
             apart = self._rounding(streamed)
             if apart <= _ROUNDING:
@@ -155,6 +153,11 @@ class ProgramCheck:
             return f"{apart:.0e} apart after an update, too much for rounding"
         # runs that look more closely take time, and one of them shows what to look for
         return f"{label} differs" if self._first_wrong else self._describe(way, label)
+
+    def _first_difference(self, streamed: Trace) -> Label | None:
+        """Return the label of the first number that is not that of plain training, without those compared by value."""
+        labels = self._plain.differences(streamed)
+        return next((label for label in labels if label not in self._plain.values), None)
 
     def _rounding(self, streamed: Trace) -> float:
         """Return the distance of numbers after an update, where they need not be equal."""
@@ -165,7 +168,7 @@ class ProgramCheck:
     def _describe(self, way: Way, label: Label) -> str:
         """Name the first number that differs when the run is looked at more closely, and say by how much."""
         look = Look.WEIGHTS if way.hides_gradients else Look.GRADIENTS
-        closer = first_difference(self._plain, self._train(way, look))
+        closer = self._first_difference(self._train(way, look))
         note = ""
         if closer is None:
             look = Look.RESULTS

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -74,19 +74,15 @@ def pointer_to(context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _space(context: Any) -> Any:
+def space(context: Any) -> Any:
+    """Return a pointer to memory for a group; the compiler knows that it overlaps no other."""
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers = cgutils.alloca_once(builder, ir.FloatType(), GROUP)
         numbers.align = 64  # a vector lies in one line of the cache
         return builder.bitcast(numbers, ir.FloatType().as_pointer())
 
     return types.CPointer(types.float32)(), generate
-
-
-@jit
-def space() -> Any:
-    """Return memory for a group; the compiler knows that it overlaps no other."""
-    return carray(_space(), GROUP)
 
 
 @jit

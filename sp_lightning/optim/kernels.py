@@ -83,7 +83,7 @@ def _lion(rule: Rule, p: Any, g: Any, m: Any) -> Any:
 def _step_block(
     kind: Kind, rule: Rule, scaling: Scaling, memory: Memory, size: Any, tail: Any, key: Any
 ) -> None:  # fmt: skip
-    staged = space(), space()
+    staged = carray(space(), GROUP), carray(space(), GROUP)
     has_second = kind.second > 0
     m_scale = memory.first_scale[0] if kind.is_coded else F32(0)
     v_scale = memory.second_scale[0] if kind.is_coded and has_second else F32(0)

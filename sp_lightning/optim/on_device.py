@@ -62,8 +62,10 @@ class Effort(NamedTuple):
 
 @torch.no_grad()
 def step_on_device(step: Pass) -> None:
-    """Run a pass, in pieces."""
-    for begin, end in whole_and_rest(step.memory.weight.numel()):
+    """Run a pass, in pieces: first over whole groups of codes, then over the rest."""
+    size = step.memory.weight.numel()
+    whole = size - size % GROUP
+    for begin, end in ((0, whole), (whole, size)):
         for start in range(begin, end, PIECE):
             _step(step._replace(memory=part_of(step.memory, start, min(start + PIECE, end))))
 
@@ -125,7 +127,7 @@ def _joined(row: Sequence[Pass]) -> Pass:
 
 def part_of(memory: Memory, begin: int, end: int) -> Memory:
     """Return the part of memory of a range, flat; in codes, the range begins with a group."""
-    groups = groups_in(begin, end)
+    groups = slice(begin // GROUP, math.ceil(end / GROUP))
     tensors = [None if tensor is None else flat(tensor)[begin:end] for tensor in memory[:6]]
     scales = [None if tensor is None else tensor[groups] for tensor in memory[6:]]
     return Memory(*tensors, *scales)
@@ -259,17 +261,3 @@ def pack(moment: Tensor, scales: Tensor, value: Tensor, seed: Tensor) -> None:
         torch.amax(divisor, 1, out=scales)
         divisor.add_(scales.masked_fill(scales == 0, 1)[:, None])
         codes.copy_(torch.mul(rows, 254).div_(divisor).round_())
-
-
-# -------------------------------------------------------------------------------------------------------------- ranges
-
-
-def groups_in(begin: int, end: int) -> slice:
-    """Return the groups of codes in a range, which begins with a group."""
-    return slice(begin // GROUP, math.ceil(end / GROUP))
-
-
-def whole_and_rest(size: int) -> list[tuple[int, int]]:
-    """Return the range of elements that are whole groups of codes, and that of the rest, if there are any."""
-    rest = size % GROUP
-    return [(begin, end) for begin, end in ((0, size - rest), (size - rest, size)) if begin < end]

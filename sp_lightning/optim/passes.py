@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ _CANNOT_COMPILE = (
     "compile its kernels",
     "set NUMBA_CACHE_DIR to a folder that can be written, on a disk with room",
 )
+Call: TypeAlias = Callable[[], object]
+
 # the threads that numba has where there is no OpenMP serve one caller at a time
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -125,11 +127,11 @@ def run(passes: Sequence[Pass]) -> None:
         call()
 
 
-def _calls_of(passes: Sequence[Pass]) -> list[Callable[[], Any]]:
+def _calls_of(passes: Sequence[Pass]) -> list[Call]:
     """Return calls that update weights: on the CPU, one of a loop for all that it can; the loops are compiled here."""
     on_device = [step for step in passes if not step.memory.weight.is_cpu]
-    calls: list[Callable[[], Any]] = [partial(step_on_device, step) for step in together(on_device)]
-    copies_in_fp16: list[Callable[[], Any]] = []
+    calls: list[Call] = [partial(step_on_device, step) for step in together(on_device)]
+    copies_in_fp16: list[Call] = []
     alike: dict[tuple[Kind, Rule, Scaling, int], list[Pass]] = {}
     rules: dict[tuple[int, float], Rule] = {}
     for step in passes:

@@ -97,8 +97,9 @@ def choose(
     """
     units = max(1, len(workload.units))
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
+    first_bytes = 0  # host memory of the first steps, if they are planned here
     if workload.staying is None:
-        workload = _with_first_steps(workload, budget, host_budget)
+        workload, first_bytes = _with_first_steps(workload, budget, host_budget)
     search = _Search(workload, machine, budget, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
@@ -109,11 +110,15 @@ def choose(
         while (cheapest := search.cheapest(kind)[0]) != best:  # until drafts near the best one do not help
             best = cheapest
             search.look_at(search.near(best))
-    return search.cheapest()[1]
+    fastest = search.cheapest()[1]
+    return replace(fastest, host_bytes=max(fastest.host_bytes, first_bytes))
 
 
-def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Workload:
-    """Return the work with the units that stay on the device from the first step on; raise if the host is too small."""
+def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> tuple[Workload, int]:
+    """Return the work with the units that stay on the device from the first step on, and the first steps' host memory.
+
+    If the host is too small for them, it raises an error.
+    """
     first = first_choice(workload, budget, host_budget)
     needed = first_host_bytes(workload, first)
     if needed > host_budget:
@@ -126,7 +131,7 @@ def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Wo
         }
         most = max(parts, key=parts.__getitem__)
         raise TooLittleMemory("host", needed, int(host_budget), most)
-    return replace(workload, staying=first.living)
+    return replace(workload, staying=first.living), needed
 
 
 @dataclass

@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -124,8 +123,12 @@ def estimate_work(model: DividedModel, given: Assumptions) -> Workload:
         # a loss scaler looks at all gradients, too
         waits = given.gradient_clip_val is not None or given.precision == "16-mixed"
         stepping = "after backward" if waits else "in backward"
-    matrices = chain(*(_matrices(unit, given, model) for unit in division.all_units()))
-    heads = [shape for _, shape, _ in matrices if shape[0] in model.vocabulary]
+    heads = [
+        shape
+        for unit in division.all_units()
+        for _, shape, _ in _matrices(unit, given, model)
+        if shape[0] in model.vocabulary
+    ]
     turn = sum(_OF_LOGITS * 4 * given.tokens * shape[0] for shape in heads)
     if given.loss == "chunked":
         width = 2 if given.precision in _HALF else 4
@@ -188,7 +191,8 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
     halves of a block, and adapters are next to nothing. A mixture has as many experts here as a token passes.
     """
     chosen = model.chosen_experts
-    for name, module in chain(*(member.module.named_modules(prefix=member.name) for member in unit.members)):
+    modules = [found for member in unit.members for found in member.module.named_modules(prefix=member.name)]
+    for name, module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or _NOT_EACH.search(name):
             continue
         expert = _EXPERT.search(name)
@@ -199,8 +203,7 @@ def _matrices(unit: Unit, given: Assumptions, model: DividedModel) -> Iterator[t
             if chosen is not None and weight.dim() == 3 and weight.shape[0] == experts:
                 yield from [(name, weight.shape[1:], False)] * chosen
             elif weight.dim() > 1 and min(weight.shape[:2]) > (given.lora or 0):
-                in_fp8 = _in_fp8(module, given, model.vocabulary)
-                yield name.rpartition(".")[2], weight.shape, in_fp8
+                yield name.rpartition(".")[2], weight.shape, _in_fp8(module, given, model.vocabulary)
 
 
 def _casts(shapes: Sequence[torch.Size], given: Assumptions, share: float) -> tuple[float, float, int]:

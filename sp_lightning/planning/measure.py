@@ -109,14 +109,14 @@ def may_live_on_device(optimizers: Iterable[Optimizer], parameters: Collection[n
     A parameter that no optimizer has stepped yet may not: its state would be made there, of unknown size. Any other
     optimizer may look at several weights at once, so that all of its weights are on the host.
     """
-    stepped: set[int] = set()
+    identities = set(map(id, parameters))
+    never_stepped = {id(parameter) for parameter in parameters if parameter.requires_grad}
     for optimizer in optimizers:
-        identities = set(map(id, parameters_of(optimizer)))
-        has_some = not identities.isdisjoint(map(id, parameters))
-        if has_some and why_not_by_unit(optimizer) is not None:
+        stepped = identities.intersection(map(id, parameters_of(optimizer)))
+        if stepped and why_not_by_unit(optimizer) is not None:
             return False
-        stepped |= identities
-    return all(id(parameter) in stepped for parameter in parameters if parameter.requires_grad)
+        never_stepped -= stepped
+    return not never_stepped
 
 
 def measured_work(engine: Engine, unit: Unit, trains: bool = True) -> UnitWork:

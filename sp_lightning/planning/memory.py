@@ -97,9 +97,10 @@ def with_drive(workload: Workload, choice: Choice, host_room: float) -> Choice:
     excess = host_bytes(workload, choice) - host_room
     if not workload.has_drive or excess <= 0:
         return choice
-    able = [number for number in workload.kept_on_host(choice) if number not in choice.visiting]
-    able.sort(key=lambda number: number != len(workload.units))  # the resident one comes first
-    sizes = {number: state_bytes(workload, [number]) for number in able}
+    units = workload.kept_on_host(choice)
+    # the resident one comes first
+    able = sorted(units.keys() - choice.visiting, key=lambda number: (number + 1) % len(workload.everything))
+    sizes = {number: units[number].state_bytes for number in able}
     return replace(choice, on_drive=tuple(without_room(sizes, sum(sizes.values()) - RING - excess)))
 
 
@@ -178,9 +179,9 @@ def peak(ways: Sequence[Way], turn: int = 0, staying: Sequence[int] = ()) -> int
 
 def activation_bytes(workload: Workload, choice: Choice) -> int:
     """Return the peak device memory for saved tensors, gradients that stay, the computing of units, and the turn."""
-    if not workload.trains:
-        return workload.outside_bytes
     always = workload.outside_bytes
+    if not workload.trains:
+        return always
     staying: list[int] = []
     if workload.gradients_stay:
         stay = {*choice.visiting, *choice.waiting}

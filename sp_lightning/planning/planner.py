@@ -77,8 +77,11 @@ class AutoPlanner(Planner):
             # the size of inputs, or of activations where inputs are not measured
             size = engine.meter.step_peak if auto is None else auto.input_bytes
             if planned is None or size > _MUCH_LARGER * planned.measured_size:
-                measured = self._measure(engine)
-                if measured is not None:
+                if self._measuring is None:
+                    waits = self._trains and any(unit.step_bytes for unit in self._units)
+                    self._measuring = FirstSteps(engine, self._trains, waits)
+                if not self._measuring.go_on():
+                    measured, self._measuring = self._measuring, None
                     planned = _Planned(self._plan(engine, measured), size, measured, size)
                     self._plans[situation] = planned
             if planned is not None and auto is not None and size > planned.size:
@@ -93,16 +96,6 @@ class AutoPlanner(Planner):
             # the recording is dropped, and work that has failed raises where it is awaited
             with suppress(Exception):
                 measuring.stop()
-
-    def _measure(self, engine: Engine) -> FirstSteps | None:
-        """Return the measured steps once there are enough."""
-        if self._measuring is None:
-            waits = self._trains and any(unit.step_bytes for unit in self._units)
-            self._measuring = FirstSteps(engine, self._trains, waits)
-        if self._measuring.go_on():
-            return None
-        measured, self._measuring = self._measuring, None
-        return measured
 
     def _plan(self, engine: Engine, measured: FirstSteps) -> WindowPlan:
         """Choose by the measurements; if nothing fits, choose the plan that takes least."""

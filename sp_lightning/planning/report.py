@@ -24,7 +24,6 @@ from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.clock import predict
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.known import batch_of, known, named_model, rates_of, recipe
-from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -242,24 +241,20 @@ class Report:
         given = best.given
         slow, fast = best.tokens_per_second
         precision = given.precision + " that multiplies in FP8" * given.fp8
+        advice = ""
+        if (other := self.in_16_bits) is not None:
+            verdict = "FP8 does not pay here, so leave out `--fp8`"
+            if slow > _PAYS * other.tokens_per_second[0]:
+                verdict = "FP8 rounds, so its numbers are not exact"
+            advice = f"\n{verdict}. Without FP8: {other.speed} tokens/s."
         return (
             f"{self.title} fits with {given.optimizer_words} in {precision}, including the first steps: "
             f"{best.memory}.\n"
             f"Estimated speed: {best.speed} tokens/s ({readable_hours(1e6 / fast, 1e6 / slow)} per million); a step of "
             f"{given.tokens_in_step:,} tokens takes {readable_seconds(step.seconds)}"
             f"{' at most' if best.at_best else ''}, limited by {_BOTTLENECKS[step.bottleneck]}."
-            f"{best.wear()}{self.advice()}"
+            f"{best.wear()}{advice}"
         )
-
-    def advice(self) -> str:
-        """Return whether FP8 pays, as a line; nothing if it was not asked for."""
-        other = self.in_16_bits
-        if other is None:
-            return ""
-        verdict = "FP8 does not pay here, so leave out `--fp8`"
-        if self.best.tokens_per_second[0] > _PAYS * other.tokens_per_second[0]:
-            verdict = "FP8 rounds, so its numbers are not exact"
-        return f"\n{verdict}. Without FP8: {other.speed} tokens/s."
 
 
 def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str = "") -> Report:
@@ -291,12 +286,15 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if not parameters:
         raise ValueError(f"{title} has no parameters, so there is nothing to plan.")
-    if name := _convolution(module):
-        raise ValueError(
-            f"{title} has convolutions ({name!r}): their activations grow with the images, so GPU memory and speed are "
-            f"not planned. {parameters:,} parameters need {readable_bytes(16 * parameters)} of RAM in FP32 with AdamW. "
-            "`sp-lightning check cuda --model CLASS --data CLASS` trains six steps of it on your GPU."
-        )
+    for name, layer in module.named_modules():
+        # some only cut into patches; models that are built in have no strides, and no such layer
+        is_convolution = isinstance(layer, nn.Conv2d | nn.Conv3d) and "stride" in vars(layer)
+        if is_convolution and layer.kernel_size != layer.stride:
+            raise ValueError(
+                f"{title} has convolutions ({name!r}): their activations grow with the images, so GPU memory and speed "
+                f"are not planned. {parameters:,} parameters need {readable_bytes(16 * parameters)} of RAM in FP32 "
+                "with AdamW. `sp-lightning check cuda --model CLASS --data CLASS` trains six steps of it on your GPU."
+            )
     rows = [plan_row(module, way) for way in ladder(given)]
     fits = any(row.step is not None for row in rows)
     remedies = () if fits else tuple(_remedies(module, rows[0], rows[-1]))
@@ -304,16 +302,6 @@ def plan(module: nn.Module, assumptions: Assumptions | None = None, title: str =
     if given.fp8 and fits:
         report = replace(report, in_16_bits=plan_row(module, replace(report.best.given, fp8=False)))
     return report
-
-
-def _convolution(module: nn.Module) -> str:
-    """Return the name of a convolution that is no cutting into patches; nothing if there is none."""
-    for name, layer in module.named_modules():
-        # models that are built in have no strides, and no such layer
-        is_convolution = isinstance(layer, nn.Conv2d | nn.Conv3d) and "stride" in vars(layer)
-        if is_convolution and layer.kernel_size != layer.stride:
-            return str(name)
-    return ""
 
 
 def plan_row(module: nn.Module, given: Assumptions) -> Row:
@@ -341,8 +329,7 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
         same = replace(step.choice, ways=tuple(unit.way(way.policy) for unit, way in ways))
         found = choose(faster, machine, budget, host_budget=host_budget)
         at_best = min(found, predict(faster, machine, same), step, key=lambda each: each.seconds)
-    first = first_host_bytes(workload, first_choice(workload, budget, host_budget))
-    return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
+    return replace(row, step=step, at_best=at_best)
 
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:

@@ -257,10 +257,10 @@ def state_bytes(optimizer: Optimizer, among: Collection[Tensor] | None = None) -
     if optimizer.state:
         return 0
     counted = None if among is None else set(map(id, among))
-    groups = []
-    for group in optimizer.param_groups:
-        weights = [weight for weight in _trained(group) if counted is None or id(weight) in counted]
-        groups.append({**group, "params": weights})
+    groups = [
+        {**group, "params": [weight for weight in _trained(group) if counted is None or id(weight) in counted]}
+        for group in optimizer.param_groups
+    ]
     if isinstance(optimizer, AdamW):
         return sum(map(optimizer.state_bytes, groups))
     if type(optimizer) not in (*BY_ELEMENT, *BY_WEIGHT, ASGD) or step_is_replaced(optimizer):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sp_lightning import optim
 from sp_lightning.optim.layout import GROUP, make_state
-from sp_lightning.optim.on_device import groups_in, pack, store_weight, unpack, whole_and_rest
+from sp_lightning.optim.on_device import pack, store_weight, unpack
 from sp_lightning.optim.rules import Kind, Memory
 
 from .parts import needs_numba
@@ -64,8 +64,11 @@ def packed(value: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Pack a moment; its codes, scales, and what it is then."""
     moment, scales = torch.zeros(value.shape, dtype=codes), torch.zeros(-(-value.numel() // GROUP))
     back = torch.zeros(value.shape)
-    for begin, end in whole_and_rest(value.numel()):
-        part, groups = slice(begin, end), groups_in(begin, end)
+    whole = value.numel() - value.numel() % GROUP
+    for begin, end in ((0, whole), (whole, value.numel())):
+        if begin == end:
+            continue
+        part, groups = slice(begin, end), slice(begin // GROUP, -(-end // GROUP))
         pack(moment[part], scales[groups], value[part].clone(), SEED)
         back[part] = unpack(moment[part], scales[groups])
     return moment, scales, back
