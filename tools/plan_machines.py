@@ -1,6 +1,6 @@
 """Plan what the pages say about memory and speed, and write it into them: all planned figures are from one run.
 
-    python tools/plan_machines.py             # plan everything, in minutes; write planned.json, and pages
+    python tools/plan_machines.py             # plan everything in 17 minutes; write planned.json, and pages
     python tools/plan_machines.py --pages     # write pages from planned.json as it is
 
 A figure of a page lies between `<!-- planned: NAME -->` and `<!-- end -->`; its name is that of a function below.
