@@ -8,7 +8,7 @@ them. Then it tries the cheapest one again, with a little more or less of everyt
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -194,9 +194,14 @@ class _Search:
         return self._that_fits([draft._replace(living=count) for count in range(len(self._able_to_live) + 1)])
 
     def _that_fits(self, drafts: Sequence[_Draft]) -> _Draft:
-        """Return the last of these drafts that fits on the device, or the first one. Each takes more than before."""
-        count = bisect_right(drafts, self.room, key=lambda draft: device_bytes(self.workload, self._choice(draft)))
+        """Return the last of these drafts that fits on the device, or the first one."""
+        if self._choice(drafts[0]).waiting:  # a later one may take less, as fewer gradients wait on the device
+            return next(filter(self._fits, reversed(drafts)), drafts[0])
+        count = bisect_left(drafts, True, key=lambda draft: not self._fits(draft))
         return drafts[max(0, count - 1)]
+
+    def _fits(self, draft: _Draft) -> bool:
+        return device_bytes(self.workload, self._choice(draft)) <= self.room
 
     def too_little(self, k: int) -> TooLittleMemory:
         """Return the error for the draft with this number of places that takes the least of the device."""

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import gains, random_case
 
+from sp_lightning.planning.assumptions import Assumptions
 from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.clock import predict
+from sp_lightning.planning.known import named_model, rates_of_gpu
 from sp_lightning.planning.memory import first_choice, first_host_bytes
+from sp_lightning.planning.report import plan_row
 from sp_lightning.planning.work import Choice, Machine, UnitWork, Way, Workload
 
 MIB = 1 << 20
@@ -203,3 +206,14 @@ def test_a_model_of_eighty_blocks_is_planned_in_seconds() -> None:
     chosen = choose(Workload((ends, *[block] * 80, ends)), Machine(25e9, 25e9, 60e9, 40e9), 48 << 30)
     assert time.process_time() - begin < 5
     assert chosen.device_bytes <= 48 << 30
+
+
+def test_more_units_stay_where_fewer_gradients_wait_then() -> None:
+    """With two more units on the device, its memory is enough again, as the host has room for more gradients."""
+    batch: dict[str, Any] = {"tokens": 2048, "accumulate": 4, "gradient_clip_val": 1.0}
+    small: dict[str, Any] = {"host_memory": "64GiB", "precision": "bf16-true", "moments": "int8"}
+    row = plan_row(named_model("Qwen2.5-VL-7B-Instruct"), Assumptions(**rates_of_gpu("RTX 4090"), **small, **batch))
+    assert row.step is not None
+    assert row.step.choice.waiting
+    assert len(row.step.choice.living) == 4
+    assert row.step.seconds < 7.2
