@@ -97,9 +97,8 @@ def choose(
     """
     units = max(1, len(workload.units))
     places = [*(each for each in _PLACES if each < units), units] if k == "auto" else [k]
-    first_bytes = 0  # host memory of the first steps, if they are planned here
     if workload.staying is None:
-        workload, first_bytes = _with_first_steps(workload, budget, host_budget)
+        workload = _with_first_steps(workload, budget, host_budget)
     search = _Search(workload, machine, budget, host_budget, by_size)
     search.look_at(search.drafts(places))
     if not search.found:
@@ -111,15 +110,11 @@ def choose(
         while (cheapest := search.cheapest(kind)[0]) != best:
             best = cheapest
             search.look_at(search.near(best))
-    fastest = search.cheapest()[1]
-    return replace(fastest, host_bytes=max(fastest.host_bytes, first_bytes))
+    return search.cheapest()[1]
 
 
-def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> tuple[Workload, int]:
-    """Return the work with the units that stay on the device from the first step on, and the first steps' host memory.
-
-    If the host is too small for them, it raises an error.
-    """
+def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> Workload:
+    """Return the work with the units that stay on the device from the first step on; raise if the host is too small."""
     first = first_choice(workload, budget, host_budget)
     needed = first_host_bytes(workload, first)
     if needed > host_budget:
@@ -132,7 +127,7 @@ def _with_first_steps(workload: Workload, budget: int, host_budget: float) -> tu
         }
         most = max(parts, key=parts.__getitem__)
         raise TooLittleMemory("host", needed, int(host_budget), most)
-    return replace(workload, staying=first.living), needed
+    return replace(workload, staying=first.living)
 
 
 @dataclass

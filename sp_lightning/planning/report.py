@@ -24,6 +24,7 @@ from sp_lightning.planning.choose import TooLittleMemory, choose
 from sp_lightning.planning.clock import predict
 from sp_lightning.planning.estimate import assumed_machine, divide, estimate_work
 from sp_lightning.planning.known import batch_of, known, named_model, rates_of, recipe
+from sp_lightning.planning.memory import first_choice, first_host_bytes
 from sp_lightning.planning.work import Prediction
 
 UNITS_OF_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -329,7 +330,8 @@ def plan_row(module: nn.Module, given: Assumptions) -> Row:
         same = replace(step.choice, ways=tuple(unit.way(way.policy) for unit, way in ways))
         found = choose(faster, machine, budget, host_budget=host_budget)
         at_best = min(found, predict(faster, machine, same), step, key=lambda each: each.seconds)
-    return replace(row, step=step, at_best=at_best)
+    first = first_host_bytes(workload, first_choice(workload, budget, host_budget))
+    return replace(row, step=replace(step, host_bytes=max(step.host_bytes, first)), at_best=at_best)
 
 
 def _remedies(module: nn.Module, first: Row, last: Row) -> Iterator[tuple[str, Row]]:
