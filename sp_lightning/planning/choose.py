@@ -192,8 +192,7 @@ class _Search:
         """Return the last of these drafts that fits on the device, or the first one."""
         if self._choice(drafts[0]).waiting:  # a later one may take less, as fewer gradients wait on the device
             return next(filter(self._fits, reversed(drafts)), drafts[0])
-        count = bisect_left(drafts, True, key=lambda draft: not self._fits(draft))
-        return drafts[max(0, count - 1)]
+        return drafts[bisect_left(drafts, True, 1, key=lambda draft: not self._fits(draft)) - 1]
 
     def _fits(self, draft: _Draft) -> bool:
         return device_bytes(self.workload, self._choice(draft)) <= self.room
@@ -224,7 +223,7 @@ class _Search:
             choice = self._choice(draft)
             if choice in self.found or host_bytes(self.workload, choice) > self.host_room:
                 continue
-            if device_bytes(self.workload, choice) <= self.room:
+            if self._fits(draft):
                 choices = [choice]
                 # if its units visit in backward, later visits may be cheaper
                 if choice.visiting and self.workload.stepping == "in backward":
