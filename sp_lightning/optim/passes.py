@@ -151,7 +151,7 @@ def _calls_of(passes: Sequence[Pass]) -> list[Call]:
         steps = alike.setdefault((kind, rules[key], step.scaling, step.seed), [])
         steps.append(step._replace(memory=memory))
     for (kind, rule, *_), steps in alike.items():
-        loop = loop_of(kind)
+        loop = loop_of(compiled_kernels(), kind)
         if loop is None:
             calls += [partial(step_on_device, step) for step in steps]
         else:
@@ -188,9 +188,8 @@ def _run_loop(loop: Any, rule: Rule, passes: Sequence[Pass]) -> None:
 
 
 @cache
-def loop_of(kind: Kind) -> Any:
-    """Return the compiled loop of a kind, or None if numba cannot make it."""
-    kernels = compiled_kernels()
+def loop_of(kernels: Any, kind: Kind) -> Any:
+    """Return the compiled loop of a kind, or None if numba cannot make it, or there are no kernels."""
     if kernels is None:
         return None
     try:

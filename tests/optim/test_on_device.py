@@ -108,7 +108,7 @@ def test_one_huge_gradient_is_the_same_on_both(
 
     by_kernels = trained(3)
     assert (trained(500)[1:128] < by_kernels[1:128] - 1).all(), "the others of its group go on"
-    monkeypatch.setattr(passes, "loop_of", lambda kind: None)
+    monkeypatch.setattr(passes, "loop_of", lambda *_: None)
     torch.testing.assert_close(trained(3), by_kernels, rtol=1e-5, atol=1e-5)
     assert abs(by_kernels[0]) < 3
 
@@ -166,7 +166,7 @@ def test_kernels_load_vectors_and_have_one_configuration(monkeypatch: pytest.Mon
 
 def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a weight whose dimensions lie in another order."""
-    monkeypatch.setattr(passes, "loop_of", lambda kind: None)
+    monkeypatch.setattr(passes, "loop_of", lambda *_: None)
 
     def stepped(piece: int) -> list[Tensor]:
         monkeypatch.setattr(on_device, "PIECE", piece)
