@@ -45,6 +45,7 @@ _POLICIES: tuple[Policy, ...] = ("recompute", "offload")
 # shares of the units that could keep their activations, and of those that could visit
 _SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 _CHANGES = (-3, -1, 1, 3)
+_LATER = 4  # drafts that are tried after the first one that does not fit
 # a host has bandwidth to spare for visits only if its memory gives more than its own steps take, by this factor
 _SPARE_MEMORY = 1.3
 # if steps take equally long, the one with less work wins: the busy time of its lanes counts by this part
@@ -190,9 +191,10 @@ class _Search:
 
     def _that_fits(self, drafts: Sequence[_Draft]) -> _Draft:
         """Return the last of these drafts that fits on the device, or the first one."""
-        if self._choice(drafts[0]).waiting:  # a later one may take less, as fewer gradients wait on the device
-            return next(filter(self._fits, reversed(drafts)), drafts[0])
-        return drafts[bisect_left(drafts, True, 1, key=lambda draft: not self._fits(draft)) - 1]
+        count = bisect_left(drafts, True, 1, key=lambda draft: not self._fits(draft))
+        # one after them may take less again, as fewer gradients wait on the device
+        later = filter(self._fits, drafts[count : count + _LATER])
+        return [drafts[count - 1], *later][-1]
 
     def _fits(self, draft: _Draft) -> bool:
         return device_bytes(self.workload, self._choice(draft)) <= self.room
