@@ -17,10 +17,10 @@ UNITS = 60
 def busy_times(machine: Machine, k: int, blocks: int = UNITS) -> dict[Lane, float]:
     """What each lane has to do in one training step."""
     return {
+        **dict.fromkeys(Lane, 0.0),
         Lane.COMPUTE: blocks * (machine.forward + machine.backward),
         Lane.UP: (2 * blocks - k) * machine.up,
         Lane.DOWN: blocks * machine.down,
-        Lane.VISIT: 0.0,
         Lane.HOST: blocks * machine.step,
     }
 

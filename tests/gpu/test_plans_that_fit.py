@@ -22,7 +22,7 @@ import sp_lightning
 from sp_lightning import Assumptions, SuperpipelineStrategy, loss_in_slices, plan
 from sp_lightning.optim import on_device
 from sp_lightning.pipeline.optimizer import visit
-from sp_lightning.planning import memory
+from sp_lightning.planning import measure
 from sp_lightning.planning.assumptions import OF_CONTEXT, OF_SYSTEM, as_sold
 from sp_lightning.planning.report import Row
 from sp_lightning.trainer import checkpoint_io
@@ -125,7 +125,7 @@ class Model(L.LightningModule):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stepped at once is scaled as well: 200 MB are no tenth of 24 GB."""
-    for module in (on_device, visit, memory):
+    for module in (on_device, visit, measure):
         monkeypatch.setattr(module, "PIECE", 2**16)
 
 
