@@ -99,7 +99,7 @@ class Model(L.LightningModule):
 
     def bytes_on_host(self) -> int:
         """Return what weights, gradients and optimizer state take of the host."""
-        trainer: Any = self._module.trainer
+        trainer: Any = self._trainer
         pipeline = getattr(getattr(trainer, "strategy", None), "pipeline", None)
         if pipeline is not None:
             counted = pipeline.summary()
